@@ -1,0 +1,114 @@
+"""One configuration for every model and residual scheme, checked when it is made."""
+
+from dataclasses import dataclass, replace
+
+RESIDUALS = ("standard", "full", "block", "hyper")
+
+
+@dataclass(frozen=True)
+class Config:
+    """A small Qwen3-style decoder and the residual scheme that connects its sublayers.
+
+    Raises:
+        ValueError: a field, or a combination of fields, that makes no model; the message names the field, its value
+            and what would be accepted.
+    """
+
+    residual: str = "standard"  # standard | full | block | hyper
+    heads: int = 1  # depth heads H of full and block; divides dim
+    block_size: int | None = None  # sublayers per block; block only
+    query_init: str = "zero"  # zero | random: N(0, 0.02²)
+
+    dim: int = 64  # D, width of the stream
+    layers: int = 6  # L; a layer is two sublayers
+    attn_heads: int = 4
+    kv_heads: int = 2
+    ffn: int = 192  # hidden width of the SwiGLU MLP
+    vocab: int = 256  # bytes
+    context: int = 64  # T, the longest sequence
+    rope_theta: float = 1e4
+    eps: float = 1e-6  # of every RMSNorm, the key norm included
+
+    def __post_init__(self) -> None:
+        for name in ("heads", "dim", "layers", "attn_heads", "kv_heads", "ffn", "vocab", "context"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}={value!r}; accepted: an integer of at least 1")
+        if self.residual not in RESIDUALS:
+            raise ValueError(f"residual={self.residual!r}; accepted: {', '.join(RESIDUALS)}")
+        if self.query_init not in ("zero", "random"):
+            raise ValueError(f"query_init={self.query_init!r}; accepted: zero, random")
+        if self.dim % self.heads:
+            raise ValueError(f"heads={self.heads} does not divide dim={self.dim}; accepted: a divisor of dim")
+        if self.dim % self.attn_heads or self.head_dim % 2:
+            raise ValueError(
+                f"attn_heads={self.attn_heads} with dim={self.dim}; accepted: a divisor of dim that leaves an even "
+                f"number of channels per attention head (RoPE turns pairs)"
+            )
+        if self.attn_heads % self.kv_heads:
+            raise ValueError(f"kv_heads={self.kv_heads}; accepted: a divisor of attn_heads={self.attn_heads}")
+        for name in ("rope_theta", "eps"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)!r}; accepted: a number above 0")
+        self._check_scheme()
+
+    def _check_scheme(self) -> None:
+        routed = self.residual in ("full", "block")
+        if not routed and self.heads != 1:
+            raise ValueError(f"heads={self.heads} with residual={self.residual!r}; accepted: 1 (it has no depth heads)")
+        if not routed and self.query_init != "zero":
+            raise ValueError(
+                f"query_init={self.query_init!r} with residual={self.residual!r}; accepted: zero (it has no queries)"
+            )
+        if self.residual == "block":
+            if not isinstance(self.block_size, int) or not 1 <= self.block_size <= self.sublayers:
+                raise ValueError(
+                    f"block_size={self.block_size!r} with residual='block'; accepted: 1 to {self.sublayers} sublayers "
+                    f"(2 × layers)"
+                )
+        elif self.block_size is not None:
+            raise ValueError(
+                f"block_size={self.block_size!r} with residual={self.residual!r}; accepted: None (only 'block' has one)"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of one attention head."""
+        return self.dim // self.attn_heads
+
+    @property
+    def sublayers(self) -> int:
+        """2L: one attention and one MLP per layer."""
+        return 2 * self.layers
+
+    @property
+    def sites(self) -> int:
+        """2L + 1: one before every sublayer, and the final read-out."""
+        return 2 * self.layers + 1
+
+
+PRESETS = {
+    "tiny": Config(),
+    "100M": Config(
+        dim=512, layers=12, attn_heads=8, kv_heads=4, ffn=1536, vocab=151_936, context=2048
+    ),
+    "350M": Config(
+        dim=1024, layers=24, attn_heads=16, kv_heads=8, ffn=4096, vocab=151_936, context=1024
+    ),
+    "1B": Config(
+        dim=1280, layers=36, attn_heads=16, kv_heads=8, ffn=5120, vocab=151_936, context=1024
+    ),
+}  # fmt: skip
+
+
+def preset(name: str, **changes) -> Config:
+    """The preset of that name with some fields changed.
+
+    Example: ``preset("tiny", residual="block", heads=4, block_size=4)``.
+
+    Raises:
+        ValueError: unknown name, or fields that do not fit together.
+    """
+    if name not in PRESETS:
+        raise ValueError(f"preset={name!r}; accepted: {', '.join(PRESETS)}")
+    return replace(PRESETS[name], **changes)

@@ -1,0 +1,123 @@
+"""A small Qwen3-style decoder whose sublayers are connected by a residual scheme, and by nothing else."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mhar_minimal.config import Config
+from mhar_minimal.depth import Depth
+
+INIT_STD = 0.02
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention with RMSNorm on every head's queries and keys, and RoPE."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.q = nn.Linear(config.dim, config.attn_heads * config.head_dim, bias=False)
+        self.k = nn.Linear(config.dim, config.kv_heads * config.head_dim, bias=False)
+        self.v = nn.Linear(config.dim, config.kv_heads * config.head_dim, bias=False)
+        self.out = nn.Linear(config.attn_heads * config.head_dim, config.dim, bias=False)
+        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.eps)
+        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.eps)
+
+    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
+        """[B, T, D] to [B, T, D]; ``rotation`` is that of `rope`, [2, T, head_dim/2]."""
+
+        def heads(y: Tensor) -> Tensor:
+            return y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, heads, T, head_dim]
+
+        q = rotate(self.q_norm(heads(self.q(x))), rotation)
+        k = rotate(self.k_norm(heads(self.k(x))), rotation)
+        y = F.scaled_dot_product_attention(q, k, heads(self.v(x)), is_causal=True, enable_gqa=True)
+        return self.out(y.transpose(1, 2).flatten(-2))
+
+
+class MLP(nn.Module):
+    """SwiGLU: ``down(silu(gate(x)) * up(x))``."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.gate = nn.Linear(config.dim, config.ffn, bias=False)
+        self.up = nn.Linear(config.dim, config.ffn, bias=False)
+        self.down = nn.Linear(config.ffn, config.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Layer(nn.Module):
+    """The two sublayers of a layer with their norms. How they are connected is the residual scheme's business."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.attn_norm = nn.RMSNorm(config.dim, eps=config.eps)
+        self.attn = Attention(config)
+        self.mlp_norm = nn.RMSNorm(config.dim, eps=config.eps)
+        self.mlp = MLP(config)
+
+
+class Model(nn.Module):
+    """Decoder with tied embedding. The trunk is drawn from ``seed`` alone, so it is the same under every scheme.
+
+    Args:
+        config: see `Config`.
+        seed: of the initial weights.
+    """
+
+    def __init__(self, config: Config, seed: int = 0):
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab, config.dim)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.dim, eps=config.eps)
+        self.depth = Depth(config)
+        self.register_buffer("rotation", rope(config.context, config.head_dim, config.rope_theta), persistent=False)
+        self.init(seed)
+
+    @torch.no_grad()
+    def init(self, seed: int) -> None:
+        """Draw every weight again: matrices N(0, 0.02²), norm gains 1, the scheme's own as `Depth.init` says."""
+        generator = torch.Generator().manual_seed(seed)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                draw = torch.randn(module.weight.shape, generator=generator, device="cpu")
+                module.weight.copy_(INIT_STD * draw)
+            elif isinstance(module, nn.RMSNorm):
+                module.weight.fill_(1)
+        self.depth.init(torch.Generator().manual_seed(seed))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits [B, T, vocab] of the tokens that follow ``tokens`` [B, T] (int64).
+
+        Raises:
+            ValueError: more tokens than ``config.context``.
+        """
+        if tokens.shape[1] > self.config.context:
+            raise ValueError(f"tokens has length {tokens.shape[1]}; accepted: up to context={self.config.context}")
+        rotation = self.rotation[:, : tokens.shape[1]]
+        depth = self.depth(self.embedding(tokens))
+        for layer in self.layers:
+            depth.write(layer.attn(layer.attn_norm(depth.read()), rotation))
+            depth.write(layer.mlp(layer.mlp_norm(depth.read())))
+        return F.linear(self.norm(depth.read()), self.embedding.weight)
+
+    def parameter_count(self) -> int:
+        """Number of parameters, the tied embedding counted once."""
+        return sum(p.numel() for p in self.parameters())
+
+
+def rope(context: int, head_dim: int, theta: float) -> Tensor:
+    """Cosines and sines of rotary positions (arXiv:2104.09864), float32, [2, context, head_dim/2]."""
+    frequency = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    angle = torch.outer(torch.arange(context, dtype=torch.float32), frequency)
+    return torch.stack((angle.cos(), angle.sin()))
+
+
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    """Turn channel pairs (i, i + head_dim/2) of ``x`` [..., T, head_dim] by each position's angles."""
+    cos, sin = rotation.to(x.dtype)
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
