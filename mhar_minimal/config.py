@@ -31,9 +31,8 @@ class Config:
 
     def __post_init__(self) -> None:
         for name in ("heads", "dim", "layers", "attn_heads", "kv_heads", "ffn", "vocab", "context"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name}={value!r}; accepted: an integer of at least 1")
+            if not _is_count(getattr(self, name)):
+                raise ValueError(f"{name}={getattr(self, name)!r}; accepted: an integer of at least 1")
         if self.residual not in RESIDUALS:
             raise ValueError(f"residual={self.residual!r}; accepted: {', '.join(RESIDUALS)}")
         if self.query_init not in ("zero", "random"):
@@ -48,7 +47,7 @@ class Config:
         if self.attn_heads % self.kv_heads:
             raise ValueError(f"kv_heads={self.kv_heads}; accepted: a divisor of attn_heads={self.attn_heads}")
         for name in ("rope_theta", "eps"):
-            if not getattr(self, name) > 0:
+            if not isinstance(getattr(self, name), int | float) or not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)!r}; accepted: a number above 0")
         self._check_scheme()
 
@@ -61,7 +60,7 @@ class Config:
                 f"query_init={self.query_init!r} with residual={self.residual!r}; accepted: zero (it has no queries)"
             )
         if self.residual == "block":
-            if not isinstance(self.block_size, int) or not 1 <= self.block_size <= self.sublayers:
+            if not _is_count(self.block_size) or self.block_size > self.sublayers:
                 raise ValueError(
                     f"block_size={self.block_size!r} with residual='block'; accepted: 1 to {self.sublayers} sublayers "
                     f"(2 × layers)"
@@ -85,6 +84,10 @@ class Config:
     def sites(self) -> int:
         """2L + 1: one before every sublayer, and the final read-out."""
         return 2 * self.layers + 1
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 PRESETS = {

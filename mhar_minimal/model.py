@@ -79,7 +79,12 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def init(self, seed: int) -> None:
-        """Draw every weight again: matrices N(0, 0.02²), norm gains 1, the scheme's own as `Depth.init` says."""
+        """Draw every weight again: matrices N(0, 0.02²), norm gains 1, the scheme's own as `Depth.init` says.
+
+        On the meta device there is nothing to draw; call it again after ``to_empty``.
+        """
+        if self.embedding.weight.is_meta:
+            return
         generator = torch.Generator().manual_seed(seed)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):

@@ -1,0 +1,39 @@
+# Two commands do everything on a fresh machine with Python 3.11 or newer and make: `make lab` and `make test`.
+PYTHON ?= python3
+BIN := .venv/bin
+# Stored outputs are compared strictly on the pinned Python; elsewhere only the cells that ask for it are compared.
+STRICT := $(shell $(PYTHON) -c 'import sys; print(sys.version_info[:2] == (3, 11))')
+NBVAL := $(if $(filter True,$(STRICT)),--nbval,--nbval-lax)
+
+.PHONY: lab test lint unit notebooks store benchmark clean
+
+lab: .venv/installed
+	$(BIN)/jupyter lab notebooks
+
+test: lint unit notebooks
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+unit: .venv/installed
+	$(BIN)/python -m pytest tests
+
+notebooks: .venv/installed
+	$(BIN)/python -m pytest $(NBVAL) --nbval-sanitize-with tests/nbval_sanitize.cfg --nbval-cell-timeout 240 notebooks
+
+store: .venv/installed  ## run every notebook from a clean kernel and store its outputs
+	$(BIN)/jupyter execute --inplace --timeout 240 notebooks/*.ipynb
+
+benchmark: .venv/installed
+	$(BIN)/python tests/benchmark.py
+
+clean:
+	rm -rf .venv runs
+
+.venv/installed: requirements.txt pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version)'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	touch $@

@@ -1,0 +1,50 @@
+"""A right answer is told so; a wrong, failing, missing or ill-typed one gets the hint and no traceback."""
+
+import numpy as np
+import pytest
+import torch
+
+from mhar_minimal.exercise import check
+
+CASES = [((2.0,), 4.0), ((-3.0,), 9.0)]
+
+
+def verdict(capsys, answer, cases=CASES):
+    check(answer, cases, "multiply it by itself.")
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("square", [lambda x: x * x, lambda x: torch.tensor(x) ** 2, lambda x: np.float32(x * x)])
+def test_right(capsys, square):
+    assert verdict(capsys, square) == "Correct.\n"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "start"),
+    [
+        (lambda x: 2 * x, "Not yet"),  # right in the first case only
+        (lambda x: x * x + 1e-3, "Not yet"),
+        (lambda x: None, "Not started"),
+        (lambda x: x.nothing, "Not yet: <lambda> raised AttributeError"),
+        (lambda: 4, "Not yet: <lambda> raised TypeError"),
+        (lambda x: "four", "Not yet"),
+        (lambda x: [x * x, x * x], "Not yet"),
+        (lambda x: {"x": x}, "Not yet"),
+        (lambda x: float("nan"), "Not yet"),
+    ],
+)
+def test_anything_else_gets_the_hint(capsys, wrong, start):
+    out = verdict(capsys, wrong)
+    assert out.startswith(start)
+    assert out.endswith("Hint: multiply it by itself.\n")
+
+
+def test_tensors_are_compared_with_their_shape(capsys):
+    cases = [((3,), torch.ones(3))]
+    assert verdict(capsys, lambda n: torch.ones(n, requires_grad=True), cases) == "Correct.\n"
+    assert verdict(capsys, lambda n: torch.ones(1, n), cases).startswith("Not yet")
+
+
+def test_words_and_lists_are_compared_exactly(capsys):
+    assert verdict(capsys, lambda: ["b", 1], [((), ["b", 1])]) == "Correct.\n"
+    assert verdict(capsys, lambda: "block", [((), "Block")]).startswith("Not yet")

@@ -1,0 +1,197 @@
+"""The decoder: parameters counted by hand, paired initialisation, causality, and queries that stay zero."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from mhar_minimal import PRESETS, Config, Model, preset
+from mhar_minimal.model import rope, rotate
+
+SCHEMES = [
+    dict(residual="standard"),
+    dict(residual="full"),
+    dict(residual="full", heads=4),
+    dict(residual="block", heads=2, block_size=5),
+    dict(residual="hyper"),
+]
+ROUTED = SCHEMES[1:4]
+
+
+def small(**fields):
+    return Config(**(dict(dim=16, layers=3, attn_heads=2, kv_heads=1, ffn=24, vocab=31, context=12) | fields))
+
+
+def trunk(model):
+    return {name: p for name, p in model.state_dict().items() if not name.startswith("depth.")}
+
+
+@pytest.mark.parametrize("name", list(PRESETS))
+@pytest.mark.parametrize("fields", [{}, dict(residual="full"), dict(residual="full", heads=8), dict(residual="hyper")])
+def test_parameters_match_a_count_by_hand(name, fields):
+    config = preset(name, **fields)
+    with torch.device("meta"):
+        model = Model(config)
+    d, k = config.dim, config.dim * config.kv_heads // config.attn_heads
+    attention = d * d + 2 * d * k + d * d + 2 * (d // config.attn_heads)  # q, k and v, out, two head norms
+    mlp = 3 * d * config.ffn
+    by_hand = config.vocab * d + config.layers * (attention + mlp + 2 * d) + d
+    by_hand += {"full": 2 * d * (2 * config.layers + 1), "hyper": 24 * 2 * config.layers}.get(config.residual, 0)
+    assert all(p.is_meta for p in model.parameters())
+    assert model.parameter_count() == by_hand
+    known = {"tiny": 312_320, "100M": 115_554_304, "350M": 533_123_072, "1B": 1_079_313_280}
+    if not fields:
+        assert by_hand == known[name]
+
+
+def test_heads_add_no_parameter():
+    assert len({Model(small(residual="full", heads=h)).parameter_count() for h in (1, 2, 4, 8, 16)}) == 1
+
+
+@pytest.mark.parametrize("fields", SCHEMES)
+def test_the_trunk_is_drawn_identically_under_every_scheme(fields):
+    reference, model, other = trunk(Model(small(), 7)), trunk(Model(small(**fields), 7)), trunk(Model(small(), 8))
+    assert list(model) == list(reference)
+    assert all(torch.equal(model[name], reference[name]) for name in reference)
+    assert not torch.equal(model["embedding.weight"], other["embedding.weight"])
+
+
+def test_the_seed_alone_decides_and_the_global_generator_does_not():
+    torch.manual_seed(1)
+    a = Model(small(residual="full", query_init="random"), 3).state_dict()
+    torch.manual_seed(2)
+    b = Model(small(residual="full", query_init="random"), 3).state_dict()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_weights_have_the_recipes_spread():
+    model = Model(preset("tiny", residual="full", query_init="random"))
+    for name, p in model.named_parameters():
+        if p.ndim == 2:
+            assert abs(p.std().item() / 0.02 - 1) < 5 / math.sqrt(p.numel()), name
+        elif "query" not in name:
+            assert torch.equal(p, torch.ones_like(p)), name
+    queries = torch.cat(list(model.depth.query))
+    assert abs(queries.std().item() / 0.02 - 1) < 5 / math.sqrt(queries.numel())
+
+
+def generic_init(module):
+    """What a training script's init pass typically does to everything it knows."""
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight)
+    for p in module.parameters(recurse=False):
+        if p.dim() > 1:
+            nn.init.xavier_uniform_(p)
+
+
+@pytest.mark.parametrize("fields", ROUTED)
+def test_queries_stay_zero(fields):
+    """Trap 4: after construction, after a generic init pass, after load, after a new draw."""
+    model = Model(small(**fields))
+
+    def zero():
+        return all(torch.equal(q, torch.zeros_like(q)) for q in model.depth.query)
+
+    assert zero()
+    model.apply(generic_init)
+    assert zero()
+    model.load_state_dict(Model(small(**fields), 1).state_dict())
+    assert zero()
+    for q in model.depth.query:
+        nn.init.normal_(q)
+    model.init(5)
+    assert zero()
+
+
+@pytest.mark.parametrize("fields", SCHEMES)
+def test_no_token_sees_a_later_one(fields):
+    model = Model(small(**fields)).double()
+    for p in model.depth.parameters():
+        p.data = torch.randn_like(p)
+    tokens = torch.randint(0, 31, (2, 12))
+    changed = tokens.clone()
+    changed[:, 7] = (changed[:, 7] + 1) % 31
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :7], after[:, :7])
+    assert ((before - after)[:, 7:].abs().amax(-1) > 1e-9).all()
+
+
+@pytest.mark.parametrize("fields", ROUTED)
+def test_every_parameter_learns_but_the_first_query_whose_gradient_is_exactly_zero(fields):
+    """Trap 8: site 0 reads one source. Gains wait for a query that is not zero."""
+    model = Model(small(**fields))
+    model(torch.randint(0, 31, (2, 12))).square().mean().backward()
+    for name, p in model.named_parameters():
+        still = name == "depth.query.0" or name.startswith("depth.gain.")
+        assert (p.grad.abs().max() == 0) == still, name
+
+
+def attention_by_hand(attn, x, theta):
+    """One head, one pair of positions, one pair of channels at a time, as complex rotations in float64."""
+    length, width = x.shape[1], attn.head_dim
+    norm = nn.functional.rms_norm
+    frequency = theta ** (-2 * torch.arange(width // 2, dtype=torch.float64) / width)
+
+    def heads(linear, gain):
+        y = linear(x).unflatten(-1, (-1, width))
+        return y if gain is None else norm(y, (width,), gain, 1e-6)
+
+    def turn(y, t):
+        turned = torch.complex(*y.chunk(2, -1)) * torch.polar(torch.ones_like(frequency), t * frequency)
+        return torch.cat((turned.real, turned.imag), -1)
+
+    q, k, v = heads(attn.q, attn.q_norm.weight), heads(attn.k, attn.k_norm.weight), heads(attn.v, None)
+    group, out = q.shape[2] // k.shape[2], torch.zeros_like(q)
+    for h in range(q.shape[2]):
+        for t in range(length):
+            scores = torch.stack(
+                [(turn(q[:, t, h], t) * turn(k[:, u, h // group], u)).sum(-1) / math.sqrt(width) for u in range(t + 1)]
+            )
+            out[:, t, h] = (scores.softmax(0)[..., None] * v[:, : t + 1, h // group].transpose(0, 1)).sum(0)
+    return attn.out(out.flatten(-2))
+
+
+def test_attention_against_a_loop():
+    config = Config(dim=24, attn_heads=6, kv_heads=2, context=5)
+    model = Model(config).double()
+    attn = model.layers[0].attn
+    for norm in (attn.q_norm, attn.k_norm):
+        norm.weight.data = 1 + 0.3 * torch.randn(4, dtype=torch.float64)
+    for linear in (attn.q, attn.k, attn.v, attn.out):
+        linear.weight.data = torch.randn_like(linear.weight)
+    x = torch.randn(2, 5, 24, dtype=torch.float64)
+    rotation = rope(5, 4, config.rope_theta)
+    # cosines are stored in float32, hence 1e-6 and not 1e-13
+    torch.testing.assert_close(attn(x, rotation), attention_by_hand(attn, x, config.rope_theta), rtol=0, atol=2e-5)
+
+
+def test_rotary_scores_depend_on_the_distance_alone():
+    rotation = rope(32, 8, 1e4).double()
+    q, k = torch.randn(8).double().expand(32, 8), torch.randn(8).double().expand(32, 8)
+    scores = rotate(q, rotation) @ rotate(k, rotation).T
+    for distance in (0, 1, 7):
+        diagonal = scores.diagonal(-distance)
+        torch.testing.assert_close(diagonal, diagonal[0].expand_as(diagonal), rtol=0, atol=1e-5)
+
+
+def test_embedding_is_tied_and_listed_once():
+    model = Model(small())
+    assert sum(name.endswith("embedding.weight") for name, _ in model.named_parameters()) == 1
+    with torch.no_grad():
+        model.embedding.weight[5] = 0
+    assert torch.equal(model(torch.tensor([[1, 2]]))[..., 5], torch.zeros(1, 2))
+
+
+def test_too_many_tokens_are_refused():
+    with pytest.raises(ValueError, match="tokens has length 13; accepted: up to context=12"):
+        Model(small())(torch.zeros(1, 13, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("fields", SCHEMES)
+def test_float64_and_bfloat16_forward(fields):
+    tokens = torch.randint(0, 31, (2, 12))
+    exact = Model(small(**fields)).double()(tokens)
+    half = Model(small(**fields)).bfloat16()(tokens)
+    assert half.dtype == torch.bfloat16
+    assert (half.double() - exact).norm() / exact.norm() < 0.05  # measured 0.01
