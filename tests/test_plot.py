@@ -1,0 +1,287 @@
+"""The figures: what they show is what they were given, and every word of it can be read."""
+
+import io
+from collections import namedtuple
+from itertools import combinations
+
+import matplotlib
+import numpy as np
+import pytest
+import torch
+from IPython.core.formatters import DisplayFormatter
+from matplotlib._pylab_helpers import Gcf
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.image import AxesImage, imread
+from matplotlib.text import Text
+
+from mhar_minimal import plot
+
+Row = namedtuple("Row", "step tokens seconds train_loss val_loss")
+
+
+def rows(scale: float = 1.0) -> list[Row]:
+    return [Row(s, 1000 * s, 0.1 * s, 9.0, scale * 5 / (1 + s)) for s in range(0, 401, 50)]
+
+
+def cells(heads: int, sites: int, block_size: int = 1) -> torch.Tensor:
+    """Random depth weights that add up to one over the sources a site can read, NaN elsewhere."""
+    finished, inside = np.divmod(np.arange(sites), block_size)
+    live = torch.tensor(1 + finished + (inside > 0))
+    logits = torch.randn(heads, sites, int(live.max()), generator=torch.Generator().manual_seed(0))
+    possible = torch.arange(logits.shape[-1]) < live[:, None]
+    return logits.masked_fill(~possible, -torch.inf).softmax(-1).masked_fill(~possible, torch.nan)
+
+
+def matrix(heads: int, sources: int = 13, dim: int = 64) -> torch.Tensor:
+    weights = torch.randn(sources, heads, generator=torch.Generator().manual_seed(1)).softmax(0)
+    return weights.repeat_interleave(dim // heads, 1)
+
+
+TEXT = "def f(é):\n\treturn 'the quick br wn fox. $ 12345"
+
+
+def by_token(heads: int, sources: int = 13) -> torch.Tensor:
+    """Random depth weights [N, T, H] of one site over TEXT."""
+    shape = (sources, len(TEXT.encode()), heads)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(2)).softmax(0)
+
+
+LONG = [f"multi-head, H = {2**i}" for i in range(7)]
+FIGURES = {
+    "loss, one": lambda: plot.loss_curves({"standard": rows()}),
+    "loss, seven": lambda: plot.loss_curves({name: rows(1 + i) for i, name in enumerate(LONG)}, x="tokens"),
+    "depth, 13 sites": lambda: plot.by_depth({"standard": range(13), "full": range(13)}, "RMS"),
+    "depth, 24 outputs, log": lambda: plot.by_depth({"standard": np.exp(np.arange(24))}, "gradient norm", log=True),
+    "depth, 72 outputs": lambda: plot.by_depth({n: [i] * 72 for i, n in enumerate(LONG)}, "RMS"),
+    "weights, one head": lambda: plot.depth_weights(cells(1, 13)),
+    "weights, two, titled": lambda: plot.depth_weights(cells(2, 13), ["before", "after"]),
+    "weights, four, blocks": lambda: plot.depth_weights(cells(4, 13, 5)),
+    "weights, six, deep": lambda: plot.depth_weights(cells(6, 25)),
+    "weights, eight": lambda: plot.depth_weights(cells(8, 13)),
+    "weights, sixteen": lambda: plot.depth_weights(cells(16, 13)),
+    "weights, 73 sites": lambda: plot.depth_weights(cells(1, 73, 8)),
+    "read matrix": lambda: plot.read_matrix(matrix(8), heads=8),
+    "read matrix, deep": lambda: plot.read_matrix(matrix(1, sources=73)),
+    "tokens": lambda: plot.token_weights(cells(1, 13)[0].nan_to_num().T, "def f(é):\n\t$"),
+    "tokens, long": lambda: plot.token_weights(torch.full((3, 90), 0.3), "the quick br wn fox." * 4 + "0123456789"),
+    "heads over a text": lambda: plot.heads_over_text(by_token(8), TEXT, 3, 64),
+    "heads over a text, one": lambda: plot.heads_over_text(by_token(1), TEXT, 47, 64),
+    "costs": lambda: plot.costs({"standard": 3, "block, S = 4": 9.5}, {"standard": 3, "block, S = 4": 10.25}, "bytes"),
+    "routing": lambda: plot.routing_diagram(12, 5),
+    "routing, deep": lambda: plot.routing_diagram(72, 8),
+    "routing, one layer": lambda: plot.routing_diagram(2, 2),
+}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_word_is_large_enough_and_inside_and_ticks_do_not_collide(name):
+    figure = FIGURES[name]()
+    FigureCanvasAgg(figure).draw()
+    words = [t for t in figure.findobj(Text) if t.get_visible() and t.get_text()]
+    for text in words:
+        box = text.get_window_extent()
+        assert text.get_fontsize() >= 8, text
+        inside = box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1
+        assert inside or not _is_drawn(figure, text), (text, box)
+    for ax in figure.axes:
+        for axis in (ax.xaxis, ax.yaxis):
+            boxes = [t.get_window_extent() for t in axis.get_ticklabels() if _is_drawn(figure, t)]
+            assert not any(a.overlaps(b) for a, b in combinations(boxes, 2)), [t.get_text() for t in words]
+
+
+def _is_drawn(figure: plot.Figure, text: Text) -> bool:
+    """Whether a text is not the label of a tick beyond the limits of its axis: those exist, but are never drawn."""
+    for ax in figure.axes:
+        for axis in (ax.xaxis, ax.yaxis):
+            low, high = sorted(axis.get_view_interval())
+            for tick in axis.get_major_ticks():
+                if text in (tick.label1, tick.label2):
+                    return bool(text.get_text()) and low <= tick.get_loc() <= high
+    return True
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_the_same_values_give_the_same_bytes_and_nothing_is_left_behind(name):
+    before = dict.copy(matplotlib.rcParams)  # as they are: asking rcParams for its backend would choose one
+    first = plot.png(FIGURES[name]())
+    assert first == plot.png(FIGURES[name]())
+    assert first.startswith(b"\x89PNG\r\n\x1a\n")
+    assert Gcf.get_all_fig_managers() == []
+    assert dict.copy(matplotlib.rcParams) == before
+
+
+def test_a_notebook_shows_a_picture_and_a_fixed_text():
+    data, _ = DisplayFormatter().format(plot.routing_diagram(6, 4))
+    assert data["text/plain"] == "<Figure size 640x400 with 1 Axes>"
+    assert data["image/png"].startswith(b"\x89PNG")
+
+
+# Machado, Oliveira and Fernandes (2009), severity 1, on linear RGB
+SEEN_BY = {
+    "everybody": np.eye(3),
+    "a protanope": [
+        [0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]
+    ],
+    "a deuteranope": [
+        [0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("eye", SEEN_BY)
+def test_the_palette_stays_apart_by_lightness_alone(eye):
+    rgb = np.array([matplotlib.colors.to_rgb(c) for c in plot.PALETTE])
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4) @ np.transpose(SEEN_BY[eye])
+    y = linear.clip(0, 1) @ [0.2126, 0.7152, 0.0722]
+    lightness = np.where(y > 216 / 24389, 116 * np.cbrt(y) - 16, y * 24389 / 27)  # CIE L*
+    assert np.diff(np.sort(lightness)).min() > (10 if eye == "everybody" else 6)
+    assert len(set(plot.DASHES)) == len(set(plot.MARKERS)) == len(plot.PALETTE)
+
+
+# --- lines -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("x", ["step", "seconds", "tokens"])
+def test_loss_curves_show_the_validation_loss(x):
+    figure = plot.loss_curves({"standard": rows(), "full": rows(2)}, x=x)
+    [ax] = figure.axes
+    for line, name, run in zip(ax.lines, ("standard", "full"), (rows(), rows(2)), strict=True):
+        assert line.get_label() == name
+        np.testing.assert_array_equal(line.get_xydata(), [(getattr(r, x), r.val_loss) for r in run])
+    assert ax.get_ylabel() == "validation loss (nats per byte)"
+    assert x.rstrip("s") in ax.get_xlabel() or x == "seconds"
+
+
+def test_by_depth_tells_attention_from_mlp_and_keeps_the_readout():
+    figure = plot.by_depth({"full": [1.0, 2.0, 3.0, 4.0, 5.0]}, "RMS", log=True)
+    [ax] = figure.axes
+    assert [t.get_text() for t in ax.get_xticklabels()] == ["A1", "M1", "A2", "M2", "out"]
+    np.testing.assert_array_equal(ax.lines[0].get_xydata(), [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)])
+    assert ax.get_yscale() == "log"
+    assert plot.depth_labels(4) == ["A1", "M1", "A2", "M2"]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: plot.loss_curves({"a": rows()}, x="epoch"), "x='epoch'; accepted: step, seconds, tokens"),
+        (lambda: plot.loss_curves({}), "histories has 0 entries; accepted: 1 to 7"),
+        (lambda: plot.by_depth({}, "RMS"), "series has 0 entries; accepted: 1 to 7"),
+        (lambda: plot.by_depth({str(i): [1] for i in range(8)}, "RMS"), "series has 8 entries; accepted: 1 to 7"),
+        (lambda: plot.depth_weights(cells(1, 5)[0]), r"heatmap has shape \[5, 5\]; accepted: 3 dimensions"),
+        (lambda: plot.depth_weights(cells(2, 5), ["a"]), "titles has 1 entries; accepted: 2"),
+        (lambda: plot.depth_weights([[[-0.5, 0.25]]]), "weights range from -0.5 to 0.25; accepted: 0 to 1"),
+        (lambda: plot.read_matrix(cells(1, 5)), r"matrix has shape \[1, 5, 5\]; accepted: 2 dimensions"),
+        (lambda: plot.read_matrix(matrix(1), heads=3), "heads=3 does not divide D=64"),
+        (lambda: plot.read_matrix(matrix(1), heads=0), "heads=0 does not divide D=64"),
+        (lambda: plot.token_weights(matrix(1), "é"), "text has 2 bytes; accepted: 64"),
+        (lambda: plot.heads_over_text(matrix(1), "a", 0, 64), r"weights has shape \[13, 64\]; accepted: 3 dimensions"),
+        (lambda: plot.heads_over_text(by_token(8), "é", 0, 64), "text has 2 bytes; accepted: 48"),
+        (lambda: plot.heads_over_text(by_token(8), TEXT, 48, 64), "byte=48; accepted: 0 to 47"),
+        (lambda: plot.heads_over_text(by_token(8), TEXT, 0, 12), "heads=8 does not divide dim=12"),
+        (lambda: plot.costs({}, {}, "s"), r"measured has names \[\]; accepted: those of counted"),
+        (lambda: plot.costs({"a": 1}, {"b": 1}, "s"), r"measured has names \['b'\]; accepted: .* \['a'\]"),
+        (lambda: plot.routing_diagram(6, 7), "block_size=7; accepted: 1 to sublayers=6"),
+        (lambda: plot.routing_diagram(6, 0), "block_size=0; accepted: 1 to sublayers=6"),
+    ],
+)
+def test_bad_input_is_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+# --- cells -----------------------------------------------------------------------------------------------------------
+
+
+def pixel(figure: plot.Figure, x: float, y: float) -> np.ndarray:
+    """The colours, [n, 3] from 0 to 1, around a point in the first axes' data coordinates."""
+    image = imread(io.BytesIO(plot.png(figure)))[..., :3]
+    column, row = figure.axes[0].transData.transform((x, y))
+    row, column = len(image) - int(row), int(column)
+    return image[row - 2 : row + 3, column - 2 : column + 3].reshape(-1, 3)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_depth_weights_colours_what_can_be_read_and_leaves_the_rest_blank(heads):
+    shown = cells(heads, 7)
+    figure = plot.depth_weights(shown)
+    colours = matplotlib.colormaps["cividis"]
+    for h, site, source in [(0, 0, 0), (0, 6, 2), (heads - 1, 3, 3), (heads - 1, 6, 6)]:
+        expected = colours(float(shown[h, site, source]) ** 0.5)[:3]
+        across = 1.2 * 7 * h
+        np.testing.assert_allclose(pixel(figure, across + source, site), [expected] * 25, atol=0.01)
+    for site, source in [(0, 1), (2, 5), (5, 6)]:
+        blank = pixel(figure, source, site)
+        assert np.ptp(blank, axis=1).max() < 0.01  # grey or white, in no colour of the scale
+        assert blank.max() > 0.99
+    titles = [t.get_text() for t in figure.axes[0].texts]
+    assert titles == ([f"head {h}" for h in range(heads)] if heads > 1 else [""])
+
+
+@pytest.mark.parametrize(
+    ("block_size", "sources"), [(1, ["emb", "A1", "M1", "A2", "M2"]), (3, ["b0", "b1", "b2"]), (4, ["b0", "b1"])]
+)
+def test_depth_weights_names_sites_and_sources(block_size, sources):
+    ax = plot.depth_weights(cells(1, 5, block_size)).axes[0]
+    assert [t.get_text() for t in ax.get_xticklabels()] == sources
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["A1", "M1", "A2", "M2", "out"]
+    np.testing.assert_array_equal(ax.get_xticks(), range(len(sources)))
+
+
+def test_read_matrix_shows_the_matrix_and_the_heads():
+    ax = plot.read_matrix(matrix(4, sources=3, dim=8), heads=4).axes[0]
+    np.testing.assert_array_equal(ax.findobj(AxesImage)[0].get_array(), matrix(4, sources=3, dim=8))
+    assert [segment[0][0] for segment in ax.collections[0].get_segments()] == [1.5, 3.5, 5.5]
+
+
+def test_token_weights_label_every_byte():
+    ax = plot.token_weights(torch.full((2, 6), 0.5), "é \n$a").axes[0]
+    assert [t.get_text() for t in ax.get_xticklabels()] == ["é", "", "␣", "↵", "$", "a"]
+
+
+def test_heads_over_text_bands_every_head_and_reads_the_framed_byte():
+    weights = by_token(4, sources=3)
+    bands, _, upper = plot.heads_over_text(weights, TEXT, 5, 8).axes
+    for h, image in enumerate(bands.images):
+        np.testing.assert_array_equal(image.get_array(), weights[..., h])
+        left, right, bottom, top = image.get_extent()
+        assert top < bands.get_yticks()[h] < bottom
+        assert (left, right) == (-0.5, len(TEXT.encode()) - 0.5)
+    assert len(bands.images) == len(bands.get_yticks()) == 4
+    [cells] = [image.get_array() for image in upper.images]
+    for channel in range(8):
+        np.testing.assert_array_equal(cells[:, channel], weights[:, 5, channel // 2])
+    assert [segment[0][0] for segment in upper.collections[0].get_segments()] == [1.5, 3.5, 5.5]
+
+
+def test_costs_pair_counted_and_measured():
+    ax = plot.costs({"a": 1, "b": 2}, {"a": 3, "b": 4}, "bytes").axes[0]
+    counted, measured = ([bar.get_height() for bar in bars] for bars in ax.containers)
+    assert (counted, measured) == ([1, 2], [3, 4])
+    assert [t.get_text() for t in ax.texts] == ["1", "2", "3", "4"]
+
+
+def boxes(figure: plot.Figure) -> dict[str, list[tuple[int, int, int]]]:
+    """By kind (site, first column, last column): column 0 is the embedding, column i the output of sublayer i - 1."""
+    found = {}
+    for collection in figure.axes[0].collections:
+        corners = [(path.get_extents().min, path.get_extents().max) for path in collection.get_paths()]
+        found[collection.get_label()] = [(round((a[1] + b[1]) / 2), round(a[0]), round(b[0])) for a, b in corners]
+    return found
+
+
+def test_routing_diagram_by_hand():
+    """Six sublayers in blocks of four: one whole block, and a ragged one that is still running at the last read-out."""
+    found = boxes(plot.routing_diagram(6, 4))
+    assert found["embedding"] == [(site, 0, 0) for site in range(7)]
+    assert found["finished block"] == [(4, 1, 4), (5, 1, 4), (6, 1, 4)]
+    assert found["running sum"] == [(1, 1, 1), (2, 1, 2), (3, 1, 3), (5, 5, 5), (6, 5, 6)]
+
+
+def test_routing_diagram_of_full_and_of_one_block():
+    full = boxes(plot.routing_diagram(4, 1))
+    assert full["finished block"] == [(site, i, i) for site in range(5) for i in range(1, site + 1)]
+    assert full["running sum"] == []
+    one = boxes(plot.routing_diagram(4, 4))
+    assert one["finished block"] == [(4, 1, 4)]
+    assert one["running sum"] == [(1, 1, 1), (2, 1, 2), (3, 1, 3)]
