@@ -26,7 +26,7 @@ store: .venv/installed  ## run every notebook from a clean kernel and store its 
 	$(BIN)/jupyter execute --inplace --timeout 240 notebooks/*.ipynb
 
 benchmark: .venv/installed
-	$(BIN)/python tests/benchmark.py
+	$(BIN)/python -m mhar_minimal.benchmark --out notebooks/results/cpu_benchmark.json
 
 clean:
 	rm -rf .venv runs

@@ -46,7 +46,7 @@ class Full:
 
     def __init__(self, depth: "Depth", embedding: Tensor):
         self.eps = depth.eps
-        scaled = torch.stack([q * g for q, g in zip(depth.query, depth.gain, strict=True)])  # q_s ⊙ g_s, [C, D]
+        scaled = torch.stack(tuple(depth.query)) * torch.stack(tuple(depth.gain))  # q_s ⊙ g_s, [C, D]
         self.queries = scaled.unflatten(-1, (depth.heads, -1)).permute(1, 2, 0)  # [H, D/H, C]
         self.sources: list[Tensor] = []
         self.logits: list[list[Tensor]] = [[] for _ in depth.query]  # per site, one [B, T, H] per source
