@@ -20,7 +20,7 @@ unit: .venv/installed
 	$(BIN)/python -m pytest tests
 
 notebooks: .venv/installed
-	$(BIN)/python -m pytest $(NBVAL) --nbval-sanitize-with tests/nbval_sanitize.cfg --nbval-cell-timeout 240 notebooks
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(NBVAL) --nbval-sanitize-with tests/nbval_sanitize.cfg --nbval-cell-timeout 240 notebooks
 
 store: .venv/installed  ## run every notebook from a clean kernel and store its outputs
 	$(BIN)/jupyter execute --inplace --timeout 240 notebooks/*.ipynb

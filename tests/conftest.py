@@ -1,7 +1,9 @@
-"""What every test stands on: a fixed seed, and nothing of the reader's own cache or environment."""
+"""What every test stands on: a fixed seed, and one thread, because two tests may share two cores."""
 
 import pytest
 import torch
+
+torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
