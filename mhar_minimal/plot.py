@@ -17,6 +17,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.colors import PowerNorm
 from matplotlib.image import AxesImage
 from matplotlib.patches import Rectangle
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 from numpy.typing import ArrayLike
 from torch import Tensor
 
@@ -70,7 +71,11 @@ def by_depth(
     """
     figure = _lines("series", {name: (range(len(y)), y) for name, y in series.items()}, xlabel, ylabel)
     [ax] = figure.axes
-    ax.set_yscale("log" if log else "linear")
+    if log:
+        ax.set_yscale("log")
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))  # readable also within a single decade
+        ax.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        ax.yaxis.set_minor_formatter(NullFormatter())
     _ticks(ax.xaxis, depth_labels(max(map(len, series.values()))), room=16)
     return figure
 
@@ -154,11 +159,11 @@ def token_weights(weights: ArrayLike | Tensor, text: str) -> Figure:
     if length != cells.shape[1]:
         raise ValueError(f"text has {length} bytes; accepted: {cells.shape[1]}, the width of weights")
     figure, ax = _matrix(cells, "text, byte by byte", width=max(6.4, 1.75 + 0.08 * length))
-    _text_ticks(ax, text)
+    _letters(ax, text)
     return figure
 
 
-def heads_over_text(weights: ArrayLike | Tensor, text: str, byte: int, dim: int) -> Figure:
+def heads_over_text(weights: ArrayLike | Tensor, text: str, byte: int, dim: int, brightest: float = 1) -> Figure:
     """How the heads of one site read a text: a band per head with its depth weights, under the read matrix of one byte.
 
     Args:
@@ -166,6 +171,7 @@ def heads_over_text(weights: ArrayLike | Tensor, text: str, byte: int, dim: int)
         text: its T bytes in UTF-8.
         byte: position of the byte whose read matrix is shown, 0 to T - 1; framed in every band.
         dim: D, the number of channels; H divides it.
+        brightest: the weight that gets the brightest colour, as larger ones do.
 
     Raises:
         ValueError: not three dimensions, weights outside 0 to 1, another number of bytes than T, a byte beyond them,
@@ -183,17 +189,15 @@ def heads_over_text(weights: ArrayLike | Tensor, text: str, byte: int, dim: int)
     figure, ax = _axes("text, byte by byte", "depth weights of head", top=2.35, right=1.0, width=width, height=6.2)
     centres = 1.15 * sources * np.arange(heads) + (sources - 1) / 2
     for h, centre in enumerate(centres):
-        image = _weights(ax, cells[..., -1 - h], y=centre - (sources - 1) / 2)
+        image = _weights(ax, cells[..., h], y=centre - (sources - 1) / 2, brightest=brightest)
     ax.set_ylim(centres[-1] + sources / 2, -0.5)
     ax.set_yticks(centres, range(heads))
-    frame = {"facecolor": "none", "edgecolor": "white", "linewidth": 1}
-    for centre in centres:
-        ax.add_patch(Rectangle((byte - 0.5, centre - sources / 2), 1, sources, **frame))
-    _text_ticks(ax, text)
+    ax.vlines((byte - 0.5, byte + 0.5), *ax.get_ylim(), color="white", linewidth=1)
+    _letters(ax, text)
     _colour_bar(figure, image)
     box = ax.get_position()
     upper = figure.add_axes((box.x0, 1 - 1.8 / 6.2, box.width, 1.65 / 6.2))
-    _weights(upper, cells[:, byte].repeat(dim // heads, axis=-1))
+    _weights(upper, cells[:, byte].repeat(dim // heads, axis=-1), brightest=brightest)
     upper.vlines(np.arange(1, heads) * (dim // heads) - 0.5, *upper.get_ylim(), color="white", linewidth=1)
     upper.set_xlabel(f"channel (read matrix of the framed byte, {byte})", fontsize=9)
     upper.set_ylabel("source", fontsize=9)
@@ -305,26 +309,33 @@ def _matrix(cells: np.ndarray, xlabel: str, width: float = 6.4) -> tuple[Figure,
     return figure, ax
 
 
-def _weights(ax: Axes, cells: np.ndarray, x: float = 0, y: float = 0) -> AxesImage:
+def _weights(ax: Axes, cells: np.ndarray, x: float = 0, y: float = 0, brightest: float = 1) -> AxesImage:
     """Depth weights [rows, columns], the first cell around (x, y); NaN is a hatched gap.
 
-    The colour follows the square root of the weight, 0 to 1 on every figure: 1/N of a deep model stays apart from 0.
+    The colour follows the square root of the weight, 0 to 1 unless told: 1/N of a deep model stays apart from 0.
     """
     if np.nanmin(cells) < 0 or np.nanmax(cells) > 1 + 1e-5:
         raise ValueError(f"weights range from {np.nanmin(cells):g} to {np.nanmax(cells):g}; accepted: 0 to 1")
     rows, columns = cells.shape
     left, top = x - 0.5, y - 0.5
-    ax.add_patch(Rectangle((left, top), columns, rows, facecolor="white", edgecolor="0.8", hatch="////", zorder=-1))
+    if np.isnan(cells).any():
+        gap = {"facecolor": "white", "edgecolor": "0.8", "hatch": "////", "zorder": -1}
+        ax.add_patch(Rectangle((left, top), columns, rows, **gap))
     extent = (left, left + columns, top + rows, top)
-    return ax.imshow(cells, "cividis", PowerNorm(0.5, 0, 1), aspect="auto", interpolation="nearest", extent=extent)
+    return ax.imshow(
+        cells, "cividis", PowerNorm(0.5, 0, brightest), aspect="auto", interpolation="nearest", extent=extent
+    )
 
 
-def _text_ticks(ax: Axes, text: str) -> None:
-    """A label under every byte: its character under the first byte of each, nothing under the others."""
+def _letters(ax: Axes, text: str) -> None:
+    """Every character of a text under the first of its bytes; as ticks they would be slow to draw."""
     visible = {" ": "␣", "\n": "↵", "\t": "⇥"}
-    labels = [label for c in text for label in (visible.get(c, c), *[""] * (len(c.encode()) - 1))]
-    ax.set_xticks(range(len(labels)), labels, fontfamily="monospace", parse_math=False)
-    ax.tick_params(axis="x", length=0)
+    place = {"transform": ax.get_xaxis_transform(), "ha": "center", "va": "top"}
+    ax.set_xticks([])
+    ax.xaxis.labelpad = 16
+    for i, c in enumerate(text):
+        at = len(text[:i].encode())
+        ax.text(at, -0.015, visible.get(c, c), fontsize=8, fontfamily="monospace", parse_math=False, **place)
 
 
 def _colour_bar(figure: Figure, image: AxesImage) -> None:
@@ -338,7 +349,7 @@ def _ticks(axis: Axis, labels: Sequence[str], room: int, starts: ArrayLike = (0,
     """Label the positions 0, 1, … from each start: the first, the last, and at most about ``room`` in all."""
     last = len(labels) - 1
     step = math.ceil(len(labels) / room)
-    shown = [*range(0, last - step // 2, step), last]
+    shown = [*range(0, last - step + 1, step), last]
     axis.set_ticks([start + i for start in starts for i in shown], [labels[i] for i in shown] * len(starts))
 
 

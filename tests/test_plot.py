@@ -234,20 +234,21 @@ def test_read_matrix_shows_the_matrix_and_the_heads():
     assert [segment[0][0] for segment in ax.collections[0].get_segments()] == [1.5, 3.5, 5.5]
 
 
-def test_token_weights_label_every_byte():
+def test_token_weights_put_every_character_under_its_first_byte():
     ax = plot.token_weights(torch.full((2, 6), 0.5), "é \n$a").axes[0]
-    assert [t.get_text() for t in ax.get_xticklabels()] == ["é", "", "␣", "↵", "$", "a"]
+    assert [(t.get_position()[0], t.get_text()) for t in ax.texts] == [(0, "é"), (2, "␣"), (3, "↵"), (4, "$"), (5, "a")]
 
 
 def test_heads_over_text_bands_every_head_and_reads_the_framed_byte():
     weights = by_token(4, sources=3)
-    bands, _, upper = plot.heads_over_text(weights, TEXT, 5, 8).axes
+    bands, _, upper = plot.heads_over_text(weights, TEXT, 5, 8, brightest=0.6).axes
     for h, image in enumerate(bands.images):
         np.testing.assert_array_equal(image.get_array(), weights[..., h])
         left, right, bottom, top = image.get_extent()
         assert top < bands.get_yticks()[h] < bottom
         assert (left, right) == (-0.5, len(TEXT.encode()) - 0.5)
     assert len(bands.images) == len(bands.get_yticks()) == 4
+    assert {image.norm.vmax for image in (*bands.images, *upper.images)} == {0.6}
     [cells] = [image.get_array() for image in upper.images]
     for channel in range(8):
         np.testing.assert_array_equal(cells[:, channel], weights[:, 5, channel // 2])
