@@ -5,7 +5,7 @@ BIN := .venv/bin
 STRICT := $(shell $(PYTHON) -c 'import sys; print(sys.version_info[:2] == (3, 11))')
 NBVAL := $(if $(filter True,$(STRICT)),--nbval,--nbval-lax)
 
-.PHONY: lab test lint unit notebooks store benchmark clean
+.PHONY: lab test lint unit notebooks gpu store benchmark clean
 
 lab: .venv/installed
 	$(BIN)/jupyter lab notebooks
@@ -21,6 +21,10 @@ unit: .venv/installed
 
 notebooks: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(NBVAL) --nbval-sanitize-with tests/nbval_sanitize.cfg --nbval-cell-timeout 240 notebooks
+
+gpu: .venv/installed  ## what only a CUDA machine can test; not part of test
+	$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "make gpu needs a CUDA GPU")'
+	$(BIN)/python -m pytest tests/gpu
 
 store: .venv/installed  ## run every notebook from a clean kernel and store its outputs
 	$(BIN)/jupyter execute --inplace --timeout 240 notebooks/*.ipynb

@@ -489,22 +489,9 @@ def test_what_no_run_can_start_with_leaves_no_folder(tmp_path):
     assert not folder.exists()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_cuda_without_a_gpu_is_refused():
-    with pytest.raises(ValueError, match="device='cuda' cannot be used"):
-        quiet(TINY, RECIPE, device="cuda")
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_gpu_a_run_trains_and_resumes(tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        stop_at(patch, 7, crash)
-        with pytest.raises(Crash):
-            quiet(SCHEMES["full"], RECIPE, tmp_path, device="cuda")
-    model, rows = quiet(SCHEMES["full"], RECIPE, tmp_path, device="cuda", resume=True)
-    assert model.embedding.weight.is_cuda
-    assert rows[-1].val_loss == pytest.approx(quiet(SCHEMES["full"], RECIPE)[1][-1].val_loss, abs=1e-2)
-    assert metadata(tmp_path / CHECKPOINT)["peak_memory"] > 0
+def test_a_gpu_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match="device='cuda:99' cannot be used"):
+        quiet(TINY, RECIPE, device="cuda:99")
 
 
 def test_check_settings_names_the_first_difference():

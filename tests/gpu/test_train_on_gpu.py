@@ -1,0 +1,38 @@
+"""A run on a GPU trains, records the GPU's memory, and goes on after a crash."""
+
+import pytest
+
+from mhar_minimal import Config
+from mhar_minimal.data import encode, load_corpus
+from mhar_minimal.train import CHECKPOINT, Recipe, Run, metadata, train
+
+CONFIG = Config(residual="full", heads=4, dim=16, layers=2, attn_heads=2, kv_heads=1, ffn=32, context=16)
+RECIPE = Recipe(steps=11, batch_size=4, seed=3, eval_every=3, eval_windows=5, checkpoint_every=4)
+
+
+@pytest.fixture
+def corpus(tmp_path, monkeypatch):
+    monkeypatch.setenv("MHAR_CACHE", str(tmp_path / "cache"))
+    paragraphs = [f"fox {i} jumps over {i * i % 97} lazy dogs.\n\n" for i in range(200)]
+    (tmp_path / "text.txt").write_text("".join(paragraphs), encoding="utf-8")
+    assert len(encode("".join(paragraphs))) > 5000
+    return load_corpus(tmp_path / "text.txt")
+
+
+def test_on_a_gpu_a_run_trains_and_resumes(corpus, tmp_path, monkeypatch):
+    advance = Run.advance
+
+    def crash(run):
+        if run.step == 7:
+            raise RuntimeError("pulled the plug")
+        return advance(run)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "advance", crash)
+        with pytest.raises(RuntimeError, match="pulled the plug"):
+            train(CONFIG, RECIPE, corpus, tmp_path / "run", "cuda", progress=False)
+    model, rows = train(CONFIG, RECIPE, corpus, tmp_path / "run", "cuda", progress=False, resume=True)
+    on_cpu = train(CONFIG, RECIPE, corpus, progress=False)[1]
+    assert model.embedding.weight.is_cuda
+    assert rows[-1].val_loss == pytest.approx(on_cpu[-1].val_loss, abs=1e-2)
+    assert metadata(tmp_path / "run" / CHECKPOINT)["peak_memory"] > 0
