@@ -32,8 +32,8 @@ store: .venv/installed  ## run every notebook from a clean kernel and store its 
 benchmark: .venv/installed
 	$(BIN)/python -m mhar_minimal.benchmark --out notebooks/results/cpu_benchmark.json
 
-clean:
-	rm -rf .venv runs
+clean:  ## the environment and the tools' caches; runs/ (trained models) and built corpora stay
+	rm -rf .venv *.egg-info .pytest_cache .ruff_cache .hypothesis
 
 .venv/installed: requirements.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version)'

@@ -52,12 +52,16 @@ def run_compare(args: Namespace) -> None:
     corpus, out = load_corpus(args.corpus), Path(args.out)
     runs = {}  # by name and seed, in the order they are trained: all arms of a seed, then the next seed
     for seed in range(args.seeds):
-        recipe = Recipe(args.steps, args.batch_size, args.lr, seed)
+        recipe = Recipe(args.steps, args.batch_size, args.lr, seed, eval_every=max(1, args.steps // 16))
         for name, config in configs.items():
             folder = out / f"{name.replace(':', '-')}-seed{seed}"
             runs[name, seed] = config, recipe, folder
             if (folder / CHECKPOINT).exists():
-                wanted = {"config": asdict(config), "recipe": asdict(recipe), "corpus": {"sha256": corpus.sha256}}
+                wanted = {
+                    "config": asdict(config),
+                    "recipe": asdict(recipe),
+                    "corpus": {"sha256": corpus.sha256, "name": corpus.name},
+                }
                 check_settings(
                     metadata(folder / CHECKPOINT),
                     wanted | {"machine": {"device": args.device.partition(":")[0]}},
@@ -143,7 +147,7 @@ def report(results: dict[tuple[str, int], dict], names: list[str], corpus: Corpu
     print("equal steps on equal data are not equal time" + ("; no peak memory on this system" if not shown else ""))
 
     with written_whole(out / "compare.png") as file:
-        loss_curves(histories).savefig(file, format="png")
+        loss_curves({name: rows[1:] for name, rows in histories.items()}).savefig(file, format="png")
     about = {
         "command": shlex.join(["python", "-m", "mhar_minimal", *args.argv]),
         "machine": {"system": platform.system(), "processor": platform.machine(), "cores": os.cpu_count()},
@@ -153,6 +157,7 @@ def report(results: dict[tuple[str, int], dict], names: list[str], corpus: Corpu
     }
     with written_whole(out / "compare.json") as file:
         file.write_text(json.dumps(about, indent=1))
+    print(f"wrote {out / 'compare'}.csv, .png and .json")
 
 
 def git_revision() -> str | None:
@@ -226,7 +231,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted; what was finished is kept", file=sys.stderr)
+        print("interrupted; what was finished is kept: --resume, or the same compare again, goes on", file=sys.stderr)
         return 130
     return 0
 

@@ -30,6 +30,7 @@ from mhar_minimal.model import Model
 
 BETAS, ADAM_EPS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 1e-8, 0.1, 1.0
 FLOOR = 0.1  # of the peak learning rate, at the last step
+REMEDY = "accepted: the same, another folder (--out), or this one deleted"
 CHECKPOINT, HISTORY = "checkpoint.safetensors", "history.csv"
 
 
@@ -164,7 +165,7 @@ class Run:
         return {
             "config": asdict(self.config),
             "recipe": asdict(self.recipe),
-            "corpus": {"sha256": self.corpus.sha256},
+            "corpus": {"sha256": self.corpus.sha256, "name": self.corpus.name},
         }
 
     def save(self, folder: Path) -> None:
@@ -248,7 +249,9 @@ def train(
     if folder is not None and not resume:
         for file in (folder / CHECKPOINT, folder / HISTORY):
             if file.exists():
-                raise FileExistsError(f"{file} belongs to a run; accepted: resume it, or another folder")
+                raise FileExistsError(
+                    f"{file} belongs to a run; accepted: resume it, name another folder, or delete this one"
+                )
     run = Run(config, recipe, corpus, device)
     if resume:
         run.restore(folder)
@@ -314,11 +317,15 @@ def metadata(file: Path) -> dict:
 def check_settings(saved: dict, wanted: dict[str, dict], folder: Path) -> None:
     """Raise ValueError, naming the first setting in which a checkpoint's metadata differ from those wanted."""
     for part, values in wanted.items():
+        if part == "corpus":  # its name is for the reader: the same text may lie under another
+            texts = [f"{c['name']} (sha256 {c['sha256'][:12]})" for c in (values, saved[part])]
+            if values["sha256"] != saved[part]["sha256"]:
+                raise ValueError(f"corpus={texts[0]}, but the run in {folder} has {texts[1]}; {REMEDY}")
+            continue
         for name, value in values.items():
             if saved[part].get(name) != value:
                 raise ValueError(
-                    f"{part} {name}={value!r}, but the run in {folder} has {saved[part].get(name)!r}; "
-                    f"accepted: the same, or another folder"
+                    f"{part} {name}={value!r}, but the run in {folder} has {saved[part].get(name)!r}; {REMEDY}"
                 )
 
 

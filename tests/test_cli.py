@@ -234,7 +234,7 @@ def test_compare_is_interrupted_goes_on_skips_and_refuses(text, tmp_path, monkey
     for change, says in (
         (["--steps", "61"], "recipe steps=61, but the run in"),
         (["--lr", "0.1"], "recipe lr=0.1, but the run in"),
-        (["--corpus", str(Path(__file__))], "corpus sha256="),
+        (["--corpus", str(Path(__file__))], "corpus="),
         (["--device", "cuda"], "machine device='cuda', but the run in"),
     ):
         assert main([*command, *change]) == 2

@@ -356,7 +356,7 @@ def finished(tmp_path_factory):
         ({}, {"lr": 1e-3}, "fox", ValueError, "recipe lr=0.001, but .* has 0.003"),
         ({}, {"seed": 4}, "fox", ValueError, "recipe seed=4"),
         ({}, {"steps": 12}, "fox", ValueError, "recipe steps=12"),
-        ({}, {}, "cat", ValueError, "corpus sha256="),
+        ({}, {}, "cat", ValueError, "corpus="),
     ],
 )
 def test_other_settings_are_not_resumed(finished, config, recipe, word, error, text):
@@ -496,7 +496,5 @@ def test_a_gpu_that_is_not_there_is_refused():
 
 def test_check_settings_names_the_first_difference():
     check_settings({"recipe": {"lr": 1, "steps": 2}}, {"recipe": {"lr": 1}}, Path("runs"))
-    with pytest.raises(
-        ValueError, match="recipe lr=2, but the run in runs has 1; accepted: the same, or another folder"
-    ):
+    with pytest.raises(ValueError, match="recipe lr=2, but the run in runs has 1; accepted: the same, another folder"):
         check_settings({"recipe": {"lr": 1}}, {"recipe": {"lr": 2}}, Path("runs"))
