@@ -223,7 +223,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run a command line; 0, or 2 after an error of the user, or 130 after Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
-    sys.stdout.reconfigure(errors="replace")  # generated text may have what a terminal cannot show
+    if hasattr(sys.stdout, "reconfigure"):  # not where a notebook or a test has replaced it
+        sys.stdout.reconfigure(errors="replace")  # generated text may have what a terminal cannot show
     args = parser().parse_args(argv, Namespace(argv=argv))
     try:
         args.run(args)

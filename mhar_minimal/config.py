@@ -18,6 +18,7 @@ class Config:
     heads: int = 1  # depth heads H of full and block; divides dim
     block_size: int | None = None  # sublayers per block; block only
     query_init: str = "zero"  # zero | random: N(0, 0.02²)
+    impl: str = "eager"  # eager | fused | two_phase: PyTorch, or one of the Triton kernels of full and block
 
     dim: int = 64  # D, width of the stream
     layers: int = 6  # L; a layer is two sublayers
@@ -37,6 +38,8 @@ class Config:
             raise ValueError(f"residual={self.residual!r}; accepted: {', '.join(RESIDUALS)}")
         if self.query_init not in ("zero", "random"):
             raise ValueError(f"query_init={self.query_init!r}; accepted: zero, random")
+        if self.impl not in ("eager", "fused", "two_phase"):
+            raise ValueError(f"impl={self.impl!r}; accepted: eager, fused, two_phase")
         if self.dim % self.heads:
             raise ValueError(f"heads={self.heads} does not divide dim={self.dim}; accepted: a divisor of dim")
         if self.dim % self.attn_heads or self.head_dim % 2:
@@ -59,6 +62,8 @@ class Config:
             raise ValueError(
                 f"query_init={self.query_init!r} with residual={self.residual!r}; accepted: zero (it has no queries)"
             )
+        if not routed and self.impl != "eager":
+            raise ValueError(f"impl={self.impl!r} with residual={self.residual!r}; accepted: eager (it routes nothing)")
         if self.residual == "block":
             if not _is_count(self.block_size) or self.block_size > self.sublayers:
                 raise ValueError(

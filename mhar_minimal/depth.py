@@ -73,7 +73,9 @@ class Full:
     def score(self, source: Tensor, queries: Tensor) -> Sequence[Tensor]:
         """The logits of a source [B, T, D] at the sites of ``queries`` [H, D/H, C']: C' times [B, T, H]."""
         v = source.to(score_dtype(source.dtype))
-        with torch.autocast(v.device.type, enabled=False):  # scores stay float32 whatever the sublayers run in
+        with torch.autocast(
+            "cpu" if v.is_meta else v.device.type, enabled=False
+        ):  # scores stay float32 whatever the sublayers run in
             r = torch.rsqrt(v.square().mean(-1) + self.eps)  # [B, T], over the full width
             slices = v.flatten(0, 1).unflatten(-1, (queries.shape[0], -1)).transpose(0, 1)  # [H, B·T, D/H]
             logits = (slices @ queries.to(v.dtype)).unflatten(1, r.shape) * r.unsqueeze(-1)  # [H, B, T, C']
@@ -146,7 +148,7 @@ class Depth(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         self.residual, self.heads, self.block_size = config.residual, config.heads, config.block_size
-        self.query_init, self.eps = config.query_init, config.eps
+        self.query_init, self.eps, self.impl = config.query_init, config.eps, config.impl
 
         def vectors(count: int, *shape: int) -> nn.ParameterList:
             return nn.ParameterList(nn.Parameter(torch.empty(shape)) for _ in range(count))
@@ -175,5 +177,10 @@ class Depth(nn.Module):
                 streams.copy_(torch.eye(STREAMS))
                 write.fill_(1)
 
-    def forward(self, embedding: Tensor) -> Standard | Full | Block | Hyper:
-        return SCHEMES[self.residual](self, embedding)
+    def forward(self, embedding: Tensor):
+        """One forward pass over the embedding [B, T, D]: an object with ``read()`` and ``write(output)``."""
+        if self.impl == "eager":
+            return SCHEMES[self.residual](self, embedding)
+        from mhar_minimal import fast  # here, because it imports Triton
+
+        return fast.SCHEMES[self.residual, self.impl](self, embedding)

@@ -82,9 +82,16 @@ class Model(nn.Module):
         """Draw every weight again: matrices N(0, 0.02²), norm gains 1, the scheme's own as `Depth.init` says.
 
         On the meta device there is nothing to draw; call it again after ``to_empty``.
+
+        Raises:
+            ValueError: a seed outside 0 to 2³² - 1 (PyTorch's CPU generator keeps 32 bits of it).
         """
+        if not 0 <= seed < 2**32:
+            raise ValueError(f"seed={seed}; accepted: 0 to {2**32 - 1}")
         if self.embedding.weight.is_meta:
             return
+        c = self.config
+        self.rotation.copy_(rope(c.context, c.head_dim, c.rope_theta))
         generator = torch.Generator().manual_seed(seed)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -92,14 +99,16 @@ class Model(nn.Module):
                 module.weight.copy_(INIT_STD * draw)
             elif isinstance(module, nn.RMSNorm):
                 module.weight.fill_(1)
-        self.depth.init(torch.Generator().manual_seed(seed))
+        self.depth.init(generator)  # after the trunk, so that the trunk does not depend on the scheme
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits [B, T, vocab] of the tokens that follow ``tokens`` [B, T] (int64).
 
         Raises:
-            ValueError: more tokens than ``config.context``.
+            ValueError: tokens that are not [B, T], or more than ``config.context``.
         """
+        if tokens.ndim != 2:
+            raise ValueError(f"tokens has shape {tuple(tokens.shape)}; accepted: [B, T]")
         if tokens.shape[1] > self.config.context:
             raise ValueError(f"tokens has length {tokens.shape[1]}; accepted: up to context={self.config.context}")
         rotation = self.rotation[:, : tokens.shape[1]]

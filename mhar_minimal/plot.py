@@ -80,13 +80,14 @@ def by_depth(
     return figure
 
 
-def depth_weights(heatmap: ArrayLike | Tensor, titles: Sequence[str] | None = None) -> Figure:
-    """The depth weights of all sites, a panel per head; a cell is blank where a site cannot read a source.
+def depth_weights(heatmap: ArrayLike | Tensor, titles: Sequence[str] | None = None, brightest: float = 1) -> Figure:
+    """The depth weights of all sites, a panel per head; hatched where a site cannot read a source.
 
     Args:
         heatmap: array [H, sites, sources], NaN at impossible cells, as `probe.heatmap` gives it. With as many sources
             as sites the sources are labelled as sublayers, with fewer as blocks.
         titles: one per panel; without them the heads are numbered, if there are several.
+        brightest: the weight that gets the brightest colour, as larger ones do.
 
     Raises:
         ValueError: not three dimensions, weights outside 0 to 1, or a number of titles that is not H.
@@ -111,7 +112,7 @@ def depth_weights(heatmap: ArrayLike | Tensor, titles: Sequence[str] | None = No
     across, down = 1.2 * sources, 1.22 * sites  # one axes for all panels: ticks are what takes time to draw
     for h, title in enumerate(titles):
         x, y = across * (h % columns), down * (h // columns)
-        image = _weights(ax, cells[h], x, y)
+        image = _weights(ax, cells[h], x, y, brightest)
         ax.text(x + (sources - 1) / 2, y - 0.5 - 0.02 * sites, title, fontsize=9, ha="center", va="bottom")
     ax.set_xlim(-0.5, across * (columns - 1) + sources - 0.5)
     ax.set_ylim(down * (rows - 1) + sites - 0.5, -0.5)
@@ -166,6 +167,8 @@ def token_weights(weights: ArrayLike | Tensor, text: str) -> Figure:
 def heads_over_text(weights: ArrayLike | Tensor, text: str, byte: int, dim: int, brightest: float = 1) -> Figure:
     """How the heads of one site read a text: a band per head with its depth weights, under the read matrix of one byte.
 
+    At the right the sources of the first band are numbered, as many as fit; every band has the same ones.
+
     Args:
         weights: array [N, T, H].
         text: its T bytes in UTF-8.
@@ -186,12 +189,15 @@ def heads_over_text(weights: ArrayLike | Tensor, text: str, byte: int, dim: int,
     if dim % heads:
         raise ValueError(f"heads={heads} does not divide dim={dim}; accepted: a divisor of dim")
     width = max(6.4, 1.75 + 0.08 * length)
-    figure, ax = _axes("text, byte by byte", "depth weights of head", top=2.35, right=1.0, width=width, height=6.2)
+    ylabel = "depth weights of head (right: sources)"
+    figure, ax = _axes("text, byte by byte", ylabel, top=2.35, right=1.0, width=width, height=6.2)
     centres = 1.15 * sources * np.arange(heads) + (sources - 1) / 2
     for h, centre in enumerate(centres):
         image = _weights(ax, cells[..., h], y=centre - (sources - 1) / 2, brightest=brightest)
     ax.set_ylim(centres[-1] + sources / 2, -0.5)
     ax.set_yticks(centres, range(heads))
+    for source in _shown(sources, room=max(2, 23 // heads)):
+        ax.text(1.01, source, source, fontsize=8, va="center", transform=ax.get_yaxis_transform())
     ax.vlines((byte - 0.5, byte + 0.5), *ax.get_ylim(), color="white", linewidth=1)
     _letters(ax, text)
     _colour_bar(figure, image)
@@ -347,10 +353,16 @@ def _colour_bar(figure: Figure, image: AxesImage) -> None:
 
 def _ticks(axis: Axis, labels: Sequence[str], room: int, starts: ArrayLike = (0,)) -> None:
     """Label the positions 0, 1, … from each start: the first, the last, and at most about ``room`` in all."""
-    last = len(labels) - 1
-    step = math.ceil(len(labels) / room)
-    shown = [*range(0, last - step + 1, step), last]
+    shown = _shown(len(labels), room)
     axis.set_ticks([start + i for start in starts for i in shown], [labels[i] for i in shown] * len(starts))
+
+
+def _shown(count: int, room: int) -> list[int]:
+    """The first of 0 … count - 1, the last, and at most about ``room`` in all."""
+    step = math.ceil(count / room)
+    if step > 1:
+        step += step % 2  # an even step stays with attention, or with the MLPs
+    return [*range(0, count - step, step), count - 1]
 
 
 def _legend(ax: Axes, columns: int) -> None:

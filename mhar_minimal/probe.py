@@ -176,5 +176,7 @@ def slice_disagreement(model: Model, tokens: Tensor, slices: int = 4, seed: int 
 
 def _present(weights: Tensor | Sequence[Tensor] | None) -> Tensor | Sequence[Tensor]:
     if weights is None:
-        raise ValueError("weights=None; accepted: those of a full or block model (the others have no depth weights)")
+        raise ValueError(
+            "weights=None; accepted: those of a full or block model with impl='eager' (no other keeps depth weights)"
+        )
     return weights

@@ -38,9 +38,11 @@ def route(
         softmax and mix are computed, and α returned, in float32 (float64 when a source is float64).
 
     Raises:
-        ValueError: no sources, shapes that do not agree, or heads that do not divide D.
+        ValueError: no sources, shapes that do not agree, heads that do not divide D, or an eps that is not above 0.
     """
     check_route(query, gain, sources, heads)
+    if not eps > 0:
+        raise ValueError(f"eps={eps}; accepted: a number above 0")
     dtype = storage_dtype(sources)
     v = torch.stack([s.to(score_dtype(dtype)) for s in sources])  # [N, B, T, D]
     r = torch.rsqrt(v.square().mean(-1, keepdim=True) + eps)  # [N, B, T, 1]

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -53,6 +54,8 @@ class Recipe:
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             least = 0 if name == "seed" else 1
+            if name == "seed" and isinstance(value, int) and value >= 2**32:
+                raise ValueError(f"seed={value}; accepted: up to {2**32 - 1}")
             if name != "lr" and (not isinstance(value, int) or isinstance(value, bool) or value < least):
                 raise ValueError(f"{name}={value!r}; accepted: an integer of at least {least}")
         if not (isinstance(self.lr, int | float) and 0 < self.lr < math.inf):
@@ -191,20 +194,26 @@ class Run:
             },
         }
         with written_whole(folder / CHECKPOINT) as file:
-            save_file(tensors, file, {key: json.dumps(value) for key, value in meta.items()})
+            try:
+                save_file(tensors, file, {key: json.dumps(value) for key, value in meta.items()})
+            except SafetensorError as error:  # a full disk, for one
+                raise OSError(f"{folder / CHECKPOINT} cannot be written ({error})") from error
 
     def restore(self, folder: Path) -> None:
         meta = metadata(folder / CHECKPOINT)
-        check_settings(meta, self.settings, folder)
-        tensors = load_file(folder / CHECKPOINT)
-        self.model.load_state_dict(model_tensors(tensors))
-        for name, parameter in self.model.named_parameters():
-            for key in ("step", "exp_avg", "exp_avg_sq"):
-                if f"{key}.{name}" in tensors:  # not before the first step
-                    self.optimizer.state[parameter][key] = tensors[f"{key}.{name}"].to(self.device, copy=True)
-        torch.set_rng_state(tensors["rng"])
-        self.step, self.seconds, self.peak = meta["step"], meta["seconds"], meta["peak_memory"] or 0
-        self.rows, self.losses = [Row(*row) for row in meta["rows"]], meta["losses"]
+        with damaged(folder / CHECKPOINT):
+            check_settings(meta, self.settings, folder)
+            tensors = load_file(folder / CHECKPOINT)
+            self.model.load_state_dict(model_tensors(tensors))
+            self.step, self.seconds, self.peak = meta["step"], meta["seconds"], meta["peak_memory"] or 0
+            self.rows, self.losses = [Row(*row) for row in meta["rows"]], meta["losses"]
+            for name, parameter in self.model.named_parameters() if self.step else ():
+                for key, shape in (("step", ()), ("exp_avg", parameter.shape), ("exp_avg_sq", parameter.shape)):
+                    tensor = tensors[f"{key}.{name}"]
+                    if tensor.shape != shape:  # the fused optimizer would not look
+                        raise TypeError(f"{key}.{name} has shape {tuple(tensor.shape)}")
+                    self.optimizer.state[parameter][key] = tensor.to(self.device, copy=True)
+            torch.set_rng_state(tensors["rng"])
 
 
 def train(
@@ -290,9 +299,11 @@ def load(path: str | Path, device: str = "cpu") -> Model:
     """
     path = Path(path)
     file = path / CHECKPOINT if path.is_dir() else path
-    model = Model(Config(**metadata(file)["config"]))
-    model.load_state_dict(model_tensors(load_file(file)))
-    return model.to(usable_device(device))
+    meta, device = metadata(file), usable_device(device)
+    with damaged(file):
+        model = Model(Config(**meta["config"]))
+        model.load_state_dict(model_tensors(load_file(file)))
+    return model.to(device)
 
 
 def model_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -314,6 +325,17 @@ def metadata(file: Path) -> dict:
     return meta
 
 
+@contextmanager
+def damaged(file: Path) -> Iterator[None]:
+    """Turn what a checkpoint lacks, or has of the wrong kind, into a ValueError that names the file."""
+    try:
+        yield
+    except (KeyError, TypeError, RuntimeError) as error:
+        raise ValueError(
+            f"checkpoint {file} is damaged, or not one of ours ({type(error).__name__}: {error})"
+        ) from error
+
+
 def check_settings(saved: dict, wanted: dict[str, dict], folder: Path) -> None:
     """Raise ValueError, naming the first setting in which a checkpoint's metadata differ from those wanted."""
     for part, values in wanted.items():
@@ -331,6 +353,8 @@ def check_settings(saved: dict, wanted: dict[str, dict], folder: Path) -> None:
 
 def usable_device(name: str) -> torch.device:
     try:
+        if torch.device(name).type not in ("cpu", "cuda"):
+            raise RuntimeError("not a device that models are trained on")
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:  # how builds without the device say so
         reason = str(error).splitlines()[0]
@@ -358,7 +382,7 @@ def peak_memory(device: torch.device) -> int | None:
 @contextmanager
 def written_whole(file: Path) -> Iterator[Path]:
     """A temporary name to write to; it takes the place of ``file`` once it is whole and on disk, or vanishes."""
-    temporary = file.with_name(file.name + ".partial")
+    temporary = file.with_name(f"{file.name}.{uuid.uuid4().hex}.partial")  # its own, if two processes write at a time
     try:
         yield temporary
         with open(temporary, "rb+") as written:

@@ -254,3 +254,24 @@ def test_an_arm_that_fails_is_an_error(text, tmp_path, capfd):
     assert "error: loss=nan" in err
     assert "standard-seed0 is not finished (exit code 2)" in err
     assert not (out / "compare.csv").exists()
+
+
+def test_compare_hands_every_arm_its_seed_and_its_blocks(text, tmp_path):
+    folder = tmp_path / "compare"
+    arguments = ["compare", "block:2", "--block-size", "3", "--seeds", "2", "--steps", "2"]
+    assert main([*arguments, *options(text, folder)]) == 0
+    runs = [metadata(folder / f"block-2-seed{seed}" / CHECKPOINT) for seed in (0, 1)]
+    assert [run["recipe"]["seed"] for run in runs] == [0, 1]
+    assert all((run["config"]["heads"], run["config"]["block_size"]) == (2, 3) for run in runs)
+    assert runs[0]["rows"][-1][-1] != runs[1]["rows"][-1][-1]
+
+
+def test_generate_takes_its_seed(text, tmp_path, capsys):
+    folder = tmp_path / "run"
+    assert main(["train", *options(text, folder, *SHORT)]) == 0
+    written = []
+    for seed in ("1", "2"):
+        capsys.readouterr()
+        assert main(["generate", "sheep", "--checkpoint", str(folder), "--length", "20", "--seed", seed]) == 0
+        written.append(capsys.readouterr().out)
+    assert written[0] != written[1]

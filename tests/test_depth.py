@@ -205,3 +205,42 @@ def test_without_a_norm_after_the_readout_zero_queries_are_not_prenorm():
     for s in range(SUBLAYERS + 1):
         torch.testing.assert_close(routed[s] * (s + 1), standard[s], rtol=0, atol=1e-13)
     assert (routed[-1] - standard[-1]).abs().max() > 1
+
+
+@pytest.mark.parametrize("fields", [dict(residual="full"), dict(residual="block", block_size=1)])
+def test_no_source_is_forgotten_in_a_deep_model(fields):
+    """Trap 9, for schemes: 41 sources, more than any cap of 32."""
+    depth = Depth(config(layers=20, heads=2, eps=0.1, **fields)).double()
+    for q in depth.query:
+        q.data = torch.randn_like(q)
+    values = [torch.randn(1, 2, 24, dtype=torch.float64) for _ in range(41)]
+    for s, readout in enumerate(run(depth, values)[0]):
+        expected = route(depth.query[s], depth.gain[s], values[: s + 1], 2, 0.1)
+        torch.testing.assert_close(readout, expected, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("order", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+def test_sources_of_two_dtypes_promote(order):
+    depth = make(residual="full", heads=3).float()
+    first, second = (torch.randn(2, 3, 24, dtype=dtype) for dtype in order)
+    scheme = depth(first)
+    scheme.read()
+    scheme.write(second)
+    readout = scheme.read()
+    expected = route(depth.query[1], depth.gain[1], [first, second], 3, depth.eps)
+    assert readout.dtype == expected.dtype == torch.float32
+    torch.testing.assert_close(readout, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_depth_weights_carry_gradients():
+    depth = make(residual="full")
+    assert run(depth, history(depth))[1].weights[-1].requires_grad
+
+
+def test_hyper_connections_start_as_the_paper_has_them():
+    """Sublayer s reads stream s mod n, streams are not mixed, every output goes to all of them."""
+    depth = Depth(config(residual="hyper"))
+    for s in range(SUBLAYERS):
+        assert torch.equal(depth.read[s], torch.eye(STREAMS)[s % STREAMS])
+        assert torch.equal(depth.streams[s], torch.eye(STREAMS))
+        assert torch.equal(depth.write[s], torch.ones(STREAMS))

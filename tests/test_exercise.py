@@ -1,5 +1,8 @@
 """A right answer is told so; a wrong, failing, missing or ill-typed one gets the hint and no traceback."""
 
+import functools
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -48,3 +51,14 @@ def test_tensors_are_compared_with_their_shape(capsys):
 def test_words_and_lists_are_compared_exactly(capsys):
     assert verdict(capsys, lambda: ["b", 1], [((), ["b", 1])]) == "Correct.\n"
     assert verdict(capsys, lambda: "block", [((), "Block")]).startswith("Not yet")
+
+
+def test_whatever_is_given_as_an_answer_is_judged(capsys):
+    assert verdict(capsys, functools.partial(pow, 3), [((2,), 9)]) == "Correct.\n"
+    assert verdict(capsys, None, [((2,), 9)]).startswith("Not yet: your answer raised TypeError")
+    half = lambda: torch.ones(2, dtype=torch.bfloat16)  # noqa: E731
+    assert verdict(capsys, half, [((), torch.ones(2))]) == "Correct.\n"
+    ragged = lambda: [[1], [2, torch.tensor(3.0, requires_grad=True)]]  # noqa: E731
+    assert verdict(capsys, ragged, [((), [[1], [2, 3]])]) == "Correct.\n"
+    assert verdict(capsys, ragged, [((), [[1], [2, 4]])]).startswith("Not yet")
+    assert verdict(capsys, lambda: math.nan, [((), math.nan)]) == "Correct.\n"

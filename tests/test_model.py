@@ -195,3 +195,55 @@ def test_float64_and_bfloat16_forward(fields):
     half = Model(small(**fields)).bfloat16()(tokens)
     assert half.dtype == torch.bfloat16
     assert (half.double() - exact).norm() / exact.norm() < 0.05  # measured 0.01
+
+
+def test_random_queries_are_numbers_of_their_own_and_follow_the_seed():
+    config = small(residual="full", query_init="random")
+    queries = [torch.stack(list(Model(config, seed).depth.query)) for seed in (0, 1)]
+    assert not torch.equal(queries[0], queries[1])
+    drawn = Model(config, 0).embedding.weight.flatten()
+    assert not torch.isin(queries[0].flatten(), drawn).any()
+
+
+@pytest.mark.parametrize("fields", SCHEMES)
+def test_a_model_from_meta_is_a_model(fields):
+    tokens = torch.randint(0, 31, (2, 12))
+    with torch.device("meta"):
+        model = Model(small(**fields))
+    assert model(tokens.to("meta")).shape == (2, 12, 31)
+    model = model.to_empty(device="cpu")
+    model.init(4)
+    assert torch.equal(model(tokens), Model(small(**fields), 4)(tokens))
+    assert "rotation" not in model.state_dict()
+
+
+def test_init_resets_gains_too():
+    model = Model(small(residual="full"), 2)
+    for p in model.parameters():
+        p.data.fill_(3)
+    model.init(2)
+    assert all(map(torch.equal, model.parameters(), Model(small(residual="full"), 2).parameters()))
+
+
+def test_the_configuration_reaches_every_norm_and_the_rotation():
+    model = Model(small(residual="full", eps=0.25, rope_theta=100.0))
+    assert {m.eps for m in model.modules() if isinstance(m, nn.RMSNorm)} == {0.25}
+    assert model.depth.eps == 0.25
+    assert torch.equal(model.rotation, rope(12, 8, 100.0))
+
+
+def test_the_mlp_is_swiglu():
+    mlp = Model(small()).layers[0].mlp
+    for linear in (mlp.gate, mlp.up, mlp.down):
+        linear.weight.data = torch.randn_like(linear.weight)
+    x = torch.randn(2, 3, 16)
+    gate, up = x @ mlp.gate.weight.T, x @ mlp.up.weight.T
+    torch.testing.assert_close(mlp(x), (gate * gate.sigmoid() * up) @ mlp.down.weight.T, rtol=1e-4, atol=1e-3)
+
+
+def test_what_is_no_batch_of_tokens_or_no_seed_is_refused():
+    with pytest.raises(ValueError, match=r"tokens has shape \(12,\); accepted: \[B, T\]"):
+        Model(small())(torch.zeros(12, dtype=torch.int64))
+    for seed in (-1, 2**32):
+        with pytest.raises(ValueError, match=f"seed={seed}; accepted: 0 to 4294967295"):
+            Model(small(), seed)

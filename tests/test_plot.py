@@ -161,6 +161,15 @@ def test_by_depth_tells_attention_from_mlp_and_keeps_the_readout():
     assert plot.depth_labels(4) == ["A1", "M1", "A2", "M2"]
 
 
+@pytest.mark.parametrize("sublayers", [40, 72])
+def test_ticks_of_a_deep_model_stay_with_attention(sublayers):
+    [ax] = plot.by_depth({"standard": range(sublayers)}, "RMS").axes
+    *shown, last = [t.get_text() for t in ax.get_xticklabels()]
+    assert len(shown) > 8
+    assert {label[0] for label in shown} == {"A"}
+    assert last == f"M{sublayers // 2}"
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -228,6 +237,13 @@ def test_depth_weights_names_sites_and_sources(block_size, sources):
     np.testing.assert_array_equal(ax.get_xticks(), range(len(sources)))
 
 
+def test_depth_weights_scale_the_colours_to_the_brightest():
+    figure = plot.depth_weights([[[0.2, 0.1]], [[0.05, 0.9]]], brightest=0.2)
+    for image in figure.axes[0].images:
+        assert (image.norm.vmin, image.norm.vmax) == (0, 0.2)
+    np.testing.assert_allclose(pixel(figure, 0, 0), [matplotlib.colormaps["cividis"](1.0)[:3]] * 25, atol=0.01)
+
+
 def test_read_matrix_shows_the_matrix_and_the_heads():
     ax = plot.read_matrix(matrix(4, sources=3, dim=8), heads=4).axes[0]
     np.testing.assert_array_equal(ax.findobj(AxesImage)[0].get_array(), matrix(4, sources=3, dim=8))
@@ -248,6 +264,9 @@ def test_heads_over_text_bands_every_head_and_reads_the_framed_byte():
         assert top < bands.get_yticks()[h] < bottom
         assert (left, right) == (-0.5, len(TEXT.encode()) - 0.5)
     assert len(bands.images) == len(bands.get_yticks()) == 4
+    numbers = [t for t in bands.texts if t.get_position()[0] == 1.01]
+    assert [(t.get_position()[1], t.get_text()) for t in numbers] == [(0, "0"), (1, "1"), (2, "2")]
+    assert bands.images[0].get_extent()[2:] == [2.5, -0.5]  # source i of the first band is row i
     assert {image.norm.vmax for image in (*bands.images, *upper.images)} == {0.6}
     [cells] = [image.get_array() for image in upper.images]
     for channel in range(8):

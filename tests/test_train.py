@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 import mhar_minimal.train as package_train
@@ -498,3 +499,67 @@ def test_check_settings_names_the_first_difference():
     check_settings({"recipe": {"lr": 1, "steps": 2}}, {"recipe": {"lr": 1}}, Path("runs"))
     with pytest.raises(ValueError, match="recipe lr=2, but the run in runs has 1; accepted: the same, another folder"):
         check_settings({"recipe": {"lr": 1}}, {"recipe": {"lr": 2}}, Path("runs"))
+
+
+def test_validation_is_the_validation_text():
+    run = Run(TINY, RECIPE, corpus(), "cpu")
+    inputs, targets = windows(corpus().val, RECIPE.eval_windows, TINY.context)
+    assert torch.equal(run.validation[0], inputs)
+    assert torch.equal(run.validation[1], targets)
+
+
+def rewritten(file, change):
+    """Apply ``change(tensors, metadata)`` to a checkpoint."""
+    with safe_open(file, "pt") as opened:
+        meta = {key: json.loads(value) for key, value in opened.metadata().items()}
+    tensors = load_file(file)
+    change(tensors, meta)
+    save_file(tensors, file, {key: json.dumps(value) for key, value in meta.items()})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t, m: t.pop("exp_avg.norm.weight"),
+        lambda t, m: [t.pop(name) for name in list(t) if name.startswith(("step.", "exp_avg"))],
+        lambda t, m: t.update({"exp_avg.norm.weight": torch.zeros(3)}),
+        lambda t, m: t.pop("rng"),
+        lambda t, m: m.pop("rows"),
+        lambda t, m: m.pop("corpus"),
+        lambda t, m: m.update(rows=[[1, 2]]),
+        lambda t, m: t.pop("model.norm.weight"),
+    ],
+)
+def test_a_checkpoint_that_lacks_something_is_refused_by_name(change, tmp_path):
+    quiet(TINY, RECIPE, tmp_path)
+    rewritten(tmp_path / CHECKPOINT, change)
+    with pytest.raises(ValueError, match=r"checkpoint .*checkpoint\.safetensors is damaged"):
+        quiet(TINY, RECIPE, tmp_path, resume=True)
+
+
+def test_a_model_cannot_be_loaded_from_a_checkpoint_of_other_fields(tmp_path):
+    quiet(TINY, RECIPE, tmp_path)
+    rewritten(tmp_path / CHECKPOINT, lambda t, m: m["config"].update(depth_heads=3))
+    with pytest.raises(ValueError, match="is damaged, or not one of ours"):
+        load(tmp_path)
+
+
+def test_a_disk_that_is_full_is_an_error_of_the_system(tmp_path, monkeypatch):
+    def no_room(*args):
+        raise SafetensorError("I/O error: No space left on device")
+
+    monkeypatch.setattr(package_train, "save_file", no_room)
+    with pytest.raises(OSError, match=r"cannot be written .*No space left"):
+        quiet(TINY, RECIPE, tmp_path / "run")
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+@pytest.mark.parametrize("device", ["meta", "xpu"])
+def test_only_cpu_and_cuda_are_devices(device):
+    with pytest.raises(ValueError, match=f"device='{device}' cannot be used .*accepted: cpu, or cuda"):
+        quiet(TINY, RECIPE, device=device)
+
+
+def test_a_seed_that_pytorch_would_cut_is_refused():
+    with pytest.raises(ValueError, match="seed=4294967296; accepted: up to 4294967295"):
+        Recipe(seed=2**32)

@@ -1,0 +1,88 @@
+"""Full and Block by the Triton kernels: the ``read()`` and ``write(output)`` of `mhar_minimal.depth`, made fast.
+
+Sources are stored in the embedding's dtype, what a sublayer writes in another (under autocast) is converted.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mhar_minimal.kernels import fused
+from mhar_minimal.kernels.two_phase import LARGEST, TwoPhase, TwoPhaseBlock
+
+if TYPE_CHECKING:
+    from mhar_minimal.depth import Depth
+
+
+class FusedFull:
+    """Full AttnRes, a kernel per site: every site reads every source again."""
+
+    def __init__(self, depth: Depth, embedding: Tensor):
+        self.depth, self.site = depth, 0
+        self.sources = [embedding]
+
+    def read(self) -> Tensor:
+        depth, s = self.depth, self.site
+        self.site += 1
+        return fused.route(depth.query[s], depth.gain[s], self.read_by_next(), depth.heads, depth.eps)
+
+    def write(self, output: Tensor) -> None:
+        self.sources.append(output.to(self.sources[0].dtype))
+
+    def read_by_next(self) -> list[Tensor]:
+        return self.sources
+
+
+class FusedBlock(FusedFull):
+    """Block AttnRes, a kernel per site."""
+
+    def __init__(self, depth: Depth, embedding: Tensor):
+        super().__init__(depth, embedding)
+        self.partial: Tensor | None = None
+        self.written = 0
+
+    def write(self, output: Tensor) -> None:
+        self.partial = output if self.partial is None else self.partial + output
+        self.written += 1
+        if self.written == self.depth.block_size:
+            super().write(self.partial)
+            self.partial, self.written = None, 0
+
+    def read_by_next(self) -> list[Tensor]:
+        return self.sources if self.partial is None else [*self.sources, self.partial.to(self.sources[0].dtype)]
+
+
+def scaled_queries(depth: Depth) -> Tensor:
+    """Queries times gains, q_s ⊙ g_s, float32 [sites, D]."""
+    return (torch.stack(tuple(depth.query)) * torch.stack(tuple(depth.gain))).float()
+
+
+def two_phase_full(depth: Depth, embedding: Tensor) -> TwoPhase:
+    q = scaled_queries(depth)
+    return TwoPhase(q, embedding, depth.heads, depth.eps, schedule(*q.shape, depth.heads))
+
+
+def two_phase_block(depth: Depth, embedding: Tensor) -> TwoPhaseBlock:
+    return TwoPhaseBlock(scaled_queries(depth), embedding, depth.heads, depth.eps, depth.block_size)
+
+
+def schedule(sites: int, dim: int, heads: int) -> int:
+    """Sites that share a phase 1 under Full: about √sites by traffic, in blocks of equal length.
+
+    Up to 8, so that a block's gradients fill a matmul of width 8; up to 16 where heads are narrow, since a program of
+    the block kernels then has little to do (measured on an H200).
+    """
+    most = 8 if dim // heads >= 128 else LARGEST
+    return math.ceil(sites / math.ceil(sites / most))
+
+
+SCHEMES = {
+    ("full", "fused"): FusedFull,
+    ("block", "fused"): FusedBlock,
+    ("full", "two_phase"): two_phase_full,
+    ("block", "two_phase"): two_phase_block,
+}

@@ -1,0 +1,480 @@
+"""Both kernel paths, `fused` and `two_phase`, as parts of PyTorch: extreme inputs, autograd, checkpointing, compiling.
+
+Interpreted without a GPU, native with one.
+"""
+
+import collections
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from kernel_checks import (
+    DEVICE,
+    DTYPES,
+    EPS,
+    all_sites,
+    assert_as_exact_as_eager,
+    assert_equal,
+    draw,
+    error,
+    errors,
+    guarded_allocations,
+    impl,
+    one_site,
+    results,
+)
+from torch.utils.checkpoint import checkpoint
+
+from mhar_minimal import Config, Model
+from mhar_minimal.data import load_corpus
+from mhar_minimal.kernels import fused, two_phase
+from mhar_minimal.train import Recipe, train
+
+IMPLS = ["fused", "two_phase"]
+RESIDUALS = ["full", "block"]
+SMALL = Config(residual="full", heads=2, dim=8, layers=2, attn_heads=1, kv_heads=1, ffn=8, vocab=11, context=2)
+TOKENS = torch.tensor([[1, 5]], device=DEVICE)
+either = pytest.mark.parametrize("name", IMPLS)
+
+
+def small(residual="full", **fields):
+    return replace(SMALL, residual=residual, block_size=3 if residual == "block" else None, **fields)
+
+
+def model(config):
+    """With queries and gains that route."""
+    torch.manual_seed(1)
+    made = Model(config)
+    for p in made.depth.parameters():
+        p.data += 0.5 * torch.randn(p.shape)
+    return made.to(DEVICE)
+
+
+def logits_and_gradients(made, run=None):
+    logits = (made if run is None else run)(TOKENS)
+    made.zero_grad()
+    logits.float().square().sum().backward()
+    return [logits.detach(), *(p.grad for p in made.parameters())]
+
+
+# extreme inputs
+
+
+@either
+def test_query_gradients_do_not_suffer_from_a_rounded_read_out(name):
+    """δ = dout · read-out takes the read-out before it was rounded to 16 bits."""
+    inputs = draw(5, 5, 24, 1, shape=(1, 3), dtype=torch.bfloat16)
+    truth = results(all_sites(impl("eager", "full"), 1), inputs.fresh(torch.float64))
+    far = errors(results(all_sites(impl(name, "full"), 1), inputs), truth)
+    assert max(far["query"], far["gain"]) < 1e-3  # measured 1e-5, and 2e-3 with the rounded read-out
+
+
+@either
+@pytest.mark.parametrize("residual", RESIDUALS)
+def test_sources_are_stored_in_the_embeddings_dtype(residual, name):
+    """Whatever sublayers write; their gradients come back in the dtype in which they wrote."""
+    inputs = draw(4, 4, 12, 1, shape=(1, 1))
+    inputs.source[0] = inputs.source[0].detach().bfloat16().requires_grad_()
+    inputs.upstream = [u.bfloat16() for u in inputs.upstream]
+    got = results(all_sites(impl(name, residual), 1, 2 if residual == "block" else None), inputs)
+    assert all(readout.dtype == torch.bfloat16 for readout in got["readout"])
+    assert [grad.dtype for grad in got["source"]] == [source.dtype for source in inputs.source]
+
+
+@either
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [1e4, 1e-4])
+def test_large_and_small_sources(scale, dtype, name):
+    assert_as_exact_as_eager(
+        all_sites(impl(name, "full"), 1), all_sites(impl("eager", "full"), 1), dtype,
+        sites=3, sources=3, dim=12, heads=1, shape=(1, 2), scale=scale,
+    )  # fmt: skip
+
+
+@either
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_zero_and_duplicate_sources(dtype, name):
+    """Equal sources share their weight, whatever the query; zeros have r = 1 / sqrt(ε), not infinity."""
+    inputs = draw(3, 3, 12, 2, shape=(1, 2), dtype=dtype)
+    with torch.no_grad():
+        for source in inputs.source[1:]:
+            source.copy_(inputs.source[0])
+    got = results(all_sites(impl(name, "full"), 2), inputs)
+    for readout in got["readout"]:
+        assert error(readout, inputs.source[0].double()) <= torch.finfo(dtype).eps
+    upstream = [u.double() for u in inputs.upstream]
+    assert error(sum(g.double() for g in got["source"]), sum(upstream)) <= 2 * torch.finfo(dtype).eps
+    zeros = inputs.fresh()
+    with torch.no_grad():
+        for source in zeros.source:
+            source.zero_()
+    got = results(all_sites(impl(name, "full"), 2), zeros)
+    assert not any(readout.any() for readout in got["readout"])
+    for i, grad in enumerate(got["source"]):
+        share = sum(upstream[s] / (s + 1) for s in range(i, 3))
+        assert error(grad, share) <= 2 * torch.finfo(dtype).eps
+
+
+@either
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_one_hot_softmax_selects(dtype, name):
+    """A gradient's rounding is multiplied by the query, so 1e-3 is allowed."""
+    inputs = draw(3, 3, 12, 1, shape=(1, 2), dtype=dtype, seed=1)
+    with torch.no_grad():
+        for query in inputs.query:
+            query *= 1000
+    truth = results(all_sites(impl("eager", "full"), 1), inputs.fresh(torch.float64))
+    for readout in truth["readout"]:
+        away = torch.stack([(readout - source).abs().amax(-1) for source in inputs.source])  # [N, B, T]
+        assert away.amin(0).max() < 1e-9
+    got = results(all_sites(impl(name, "full"), 1), inputs)
+    far = errors(got, truth)
+    assert far["readout"] <= 2 * torch.finfo(dtype).eps
+    assert far["source"] <= max(1e-3, 2 * torch.finfo(dtype).eps)
+    assert all(grad.isfinite().all() for grads in got.values() for grad in grads)
+
+
+@either
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's
+def test_a_broken_token_stays_alone(poison, name):
+    clean = draw(4, 4, 12, 2, shape=(1, 3))
+    broken = clean.fresh()
+    with torch.no_grad():
+        broken.source[1][0, 1, 5] = poison
+    run = all_sites(impl(name, "full"), 2)
+    expected, got = results(run, clean), results(run, broken)
+    assert not got["readout"][1][0, 1].isfinite().all()
+    assert torch.equal(got["readout"][0], expected["readout"][0])  # site 0 does not read the broken source
+    for kind in ("readout", "source"):
+        for g, e in zip(got[kind], expected[kind], strict=True):
+            assert torch.equal(g[:, ::2], e[:, ::2])
+
+
+@either
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
+def test_no_tokens(shape, name):
+    inputs = draw(3, 3, 12, 2, shape=shape)
+    got = results(all_sites(impl(name, "full"), 2), inputs)
+    assert all(x.shape == (*shape, 12) for kind in ("readout", "source") for x in got[kind])
+    assert not any(grad.any() for kind in ("query", "gain") for grad in got[kind])
+
+
+@either
+@pytest.mark.parametrize("residual", RESIDUALS)
+def test_inputs_in_any_layout(residual, name):
+    """Transposed sources, rows of a larger tensor, a first element anywhere in memory; gradients come back expanded."""
+    inputs = draw(4, 4, 12, 1, shape=(2, 2))
+    inputs.upstream = [torch.ones(1, device=DEVICE).expand(2, 2, 12)] * 4
+    run = all_sites(impl(name, residual), 1, 2 if residual == "block" else None)
+    expected = results(run, inputs)
+    odd, (a, b, c, d) = inputs.fresh(), [source.detach() for source in inputs.source]
+    odd.upstream = inputs.upstream
+    odd.source[0] = a.transpose(0, 1).contiguous().transpose(0, 1)
+    odd.source[1] = torch.cat([b, b], -1)[..., :12]
+    odd.source[2] = torch.cat([c.flatten()[:1], c.flatten()])[1:].view(2, 2, 12)
+    odd.source[3] = d.repeat_interleave(2, -1)[..., ::2]
+    odd.query[1] = inputs.query[1].detach().repeat_interleave(2)[::2]
+    for leaf in odd.leaves():
+        leaf.requires_grad_()
+    assert_equal(results(run, odd), expected)
+
+
+# autograd
+
+
+@either
+@pytest.mark.parametrize("residual", RESIDUALS)
+@pytest.mark.parametrize("used", [[0], [2], [1, 3], [4]])
+def test_a_loss_of_some_read_outs_only(used, residual, name, monkeypatch):
+    block_size = 2 if residual == "block" else None
+    inputs = draw(5, 5, 12, 1, shape=(1, 2))
+
+    def gradients(which, inputs):
+        outputs = all_sites(impl(which, residual), 1, block_size)(inputs)
+        upstream = [inputs.upstream[s] for s in used]
+        grads = torch.autograd.grad([outputs[s] for s in used], inputs.leaves(), upstream, allow_unused=True)
+        return [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(grads, inputs.leaves(), strict=True)]
+
+    truth = gradients("eager", inputs.fresh(torch.float64))
+    with guarded_allocations(monkeypatch):  # what later sites never entered in the ledger is not read
+        grads = gradients(name, inputs)
+    for got, true in zip(grads, truth, strict=True):
+        assert (got - true).abs().max() < 1e-5  # measured 2e-6
+
+
+@either
+@pytest.mark.parametrize("residual", RESIDUALS)
+def test_nothing_outside_is_read_or_written(residual, name, monkeypatch):
+    inputs = draw(6, 6, 20, 1, shape=(1, 3))
+    run = all_sites(impl(name, residual), 1, 2 if residual == "block" else None)
+    expected = results(run, inputs.fresh())
+    with guarded_allocations(monkeypatch) as guarded:
+        inputs.source = [guarded(source.detach()).requires_grad_() for source in inputs.source]
+        got = results(run, inputs)
+    assert_equal(got, expected)
+
+
+@either
+@pytest.mark.parametrize("residual", RESIDUALS)
+def test_gradients_of_some_inputs_only(residual, name):
+    """Frozen queries, a frozen embedding, one source alone: what is asked for is what it would be otherwise."""
+    inputs = draw(5, 5, 12, 1, shape=(1, 2))
+    run = all_sites(impl(name, residual), 1, 2 if residual == "block" else None)
+    expected = torch.autograd.grad(run(inputs), inputs.leaves(), inputs.upstream)
+    c = len(inputs.query)
+    for wanted in ([*range(2 * c, 3 * c)], [*range(2 * c), *range(2 * c + 1, 3 * c)], [2 * c + 2], [1], [*range(c)]):
+        some = inputs.fresh()
+        for i, leaf in enumerate(some.leaves()):
+            leaf.requires_grad_(i in wanted)
+        pairs = [(o, u) for o, u in zip(run(some), some.upstream, strict=True) if o.requires_grad]
+        grads = torch.autograd.grad([o for o, _ in pairs], [some.leaves()[i] for i in wanted], [u for _, u in pairs])
+        for grad, i in zip(grads, wanted, strict=True):
+            assert torch.equal(grad, expected[i]), i
+
+
+@either
+def test_a_second_backward_over_a_retained_graph(name):
+    inputs = draw(4, 4, 12, 1, shape=(1, 2))
+    outputs = all_sites(impl(name, "full"), 1)(inputs)
+    first = torch.autograd.grad(outputs, inputs.leaves(), inputs.upstream, retain_graph=True)
+    second = torch.autograd.grad(outputs, inputs.leaves(), inputs.upstream)
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+
+
+@either
+def test_without_gradients_the_read_outs_are_the_same(name):
+    inputs = draw(4, 4, 12, 1, shape=(1, 2))
+    run = all_sites(impl(name, "full"), 1)
+    expected = run(inputs)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            for a, b in zip(run(inputs), expected, strict=True):
+                assert torch.equal(a, b)
+                assert not a.requires_grad
+
+
+# models
+
+
+@either
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("residual", RESIDUALS)
+def test_a_model_is_the_eager_model(residual, heads, name):
+    """In logits and in the gradient of every parameter, as near to float64 as eager is; 3 times as far at most."""
+    config = small(residual, heads=heads)
+    truth = logits_and_gradients(model(config).double())
+    far = {}
+    for which in ("eager", name):
+        got = logits_and_gradients(model(replace(config, impl=which)))
+        far[which] = [error(g, t) for g, t in zip(got, truth, strict=True)]
+    assert len(truth) == 1 + len(list(model(config).parameters()))
+    assert far[name][0] < 5e-7  # the logits; measured 1.2e-7
+    assert max(far[name]) <= 3 * max(far["eager"])
+
+
+@either
+def test_gradients_accumulate(name):
+    made = model(small(impl=name))
+    once = logits_and_gradients(made)[1:]
+    once = [g.clone() for g in once]
+    made.zero_grad()
+    for _ in range(2):
+        made(TOKENS).square().sum().backward()
+    for p, g in zip(made.parameters(), once, strict=True):
+        assert torch.equal(p.grad, 2 * g)
+
+
+@either
+@pytest.mark.parametrize("residual", RESIDUALS)
+def test_checkpointed_sublayers(residual, name):
+    made = model(small(residual, impl=name))
+    expected = [x.clone() for x in logits_and_gradients(made)]
+    for layer in made.layers:
+        for part in (layer.attn, layer.mlp):
+            part.forward = lambda *args, inner=part.forward: checkpoint(inner, *args, use_reentrant=False)
+    for a, b in zip(logits_and_gradients(made), expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_checkpointed_sites():
+    inputs = draw(1, 3, 12, 2)
+    expected = results(one_site(fused.route, 2), inputs.fresh())
+    again = one_site(lambda *args: checkpoint(fused.route, *args, use_reentrant=False), 2)
+    assert_equal(results(again, inputs), expected)
+
+
+@either
+@pytest.mark.parametrize("residual", RESIDUALS)
+def test_a_whole_forward_pass_checkpointed(residual, name):
+    made = model(small(residual, impl=name))
+    expected = [x.clone() for x in logits_and_gradients(made)]
+    got = logits_and_gradients(made, lambda tokens: checkpoint(made, tokens, use_reentrant=False))
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@either
+@pytest.mark.parametrize("residual", RESIDUALS)
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # attention's own norms
+def test_autocast(residual, name):
+    """Sublayers write bfloat16; sources stay in the embedding's dtype, as far from float64 as eager's."""
+    config = small(residual)
+    truth = logits_and_gradients(model(config).double())
+    with torch.autocast(DEVICE, torch.bfloat16):
+        eager, fast = (logits_and_gradients(model(replace(config, impl=i))) for i in ("eager", name))
+    for f, e, t in zip(fast, eager, truth, strict=True):
+        assert error(f, t) <= 3 * error(e, t) + torch.finfo(torch.bfloat16).eps
+
+
+@pytest.mark.parametrize(("residual", "name"), [("full", "fused"), ("full", "two_phase"), ("block", "two_phase")])
+def test_compiled_as_one_graph(residual, name):
+    torch._dynamo.reset()
+    made = model(small(residual, impl=name))
+    expected = [x.clone() for x in logits_and_gradients(made)]
+    got = logits_and_gradients(made, torch.compile(made, fullgraph=True, backend="aot_eager"))
+    for a, b in zip(got, expected, strict=True):
+        assert error(a, b.double()) < 1e-5  # on a CPU they are equal
+
+
+@pytest.mark.parametrize("residual", RESIDUALS)
+def test_training_is_eager_training(residual, tmp_path, monkeypatch):
+    monkeypatch.setenv("MHAR_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_text("".join(f"fox {i} jumps over {i * i % 97} dogs.\n\n" for i in range(99)))
+    corpus = load_corpus(tmp_path / "text.txt")
+    config = replace(small(residual, heads=1), vocab=256)
+    recipe = Recipe(steps=3, batch_size=2, eval_every=3, eval_windows=2)
+    rows = [
+        train(replace(config, impl=i), recipe, corpus, device=DEVICE, progress=False)[1] for i in ("eager", "two_phase")
+    ]
+    for a, b in zip(*rows, strict=True):
+        assert a.train_loss == pytest.approx(b.train_loss, abs=1e-5)
+        assert a.val_loss == pytest.approx(b.val_loss, abs=1e-5)
+
+
+# the operators, and what they launch
+
+
+def test_operators_are_what_they_declare():
+    """PyTorch's own check of schema, fake tensors and autograd; `start`, `read` and `publish` return dummies of random
+    content, so the comparison of compiled with direct results is left to the models above.
+    """
+    ops = torch.ops.mhar
+    static = ("test_schema", "test_autograd_registration", "test_faketensor")
+    c, heads, shape = 3, 2, (1, 1, 12)
+    q = torch.randn(c, 12, device=DEVICE, requires_grad=True)
+    plain = q.detach()
+    sources = [torch.randn(shape, device=DEVICE, requires_grad=True) for _ in range(2)]
+    loose = [s.detach() for s in sources]
+    dout = torch.randn(shape, device=DEVICE)
+    token, r = ops.finish(loose[0], EPS)
+    rs = [ops.finish(s, EPS)[1] for s in loose]
+    ledger = [x.requires_grad_() for x in ops.start(plain, loose[0], heads)]
+    real = [torch.zeros(x.shape, device=DEVICE) for x in ledger]
+    early, early_lse = ops.phase_one(plain, loose, rs, heads)
+    for weigh in (False, True):
+        torch.library.opcheck(ops.site, (q[0].detach().requires_grad_(), sources, heads, EPS, weigh))
+    readout, rest, lse, _ = ops.site(plain[0], loose, heads, EPS, False)
+    torch.library.opcheck(ops.site_backward, (plain[0], loose, dout, readout, rest, lse, heads, EPS))
+    torch.library.opcheck(ops.finish, (sources[0], EPS), test_utils=static)
+    torch.library.opcheck(ops.finish_backward, (loose[0], r, dout, torch.randn_like(r)))
+    torch.library.opcheck(ops.phase_one, (plain, loose, rs, heads))
+    torch.library.opcheck(ops.start, (q, loose[0], heads), test_utils=static)
+    for newest, local in ((sources[1], loose[:1]), (None, loose)):
+        end = 2 if newest is None else 3
+        args = (*ledger, plain, early[1], early_lse[1], local, newest, 1, end, heads, EPS)
+        torch.library.opcheck(ops.read, args, test_utils=static)
+        *_, readout, rest, lse, _, r = ops.read(*args[:4], early[1], early_lse[1], local, newest, 1, end, heads, EPS)
+        args = (*real, dout, readout.detach(), rest, lse, plain, None if newest is None else loose[1], r.detach())
+        part = (None, None) if newest is None else (dout, torch.randn_like(r))
+        torch.library.opcheck(ops.read_backward, (*args, *part, 1, end, heads))
+    tokens, grads = [token.detach().requires_grad_() for _ in rs], [r.detach().requires_grad_() for r in rs]
+    torch.library.opcheck(ops.publish, (*ledger, plain, tokens, grads, loose, 1, heads), test_utils=static)
+    torch.library.opcheck(ops.publish_backward, (*real, plain, loose, rs, 1, heads))
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """How often each kernel was launched, by name."""
+    counted, kind = collections.Counter(), type(fused.site_forward)
+    run = kind.run
+
+    def counting(kernel, *args, **kwargs):
+        counted[kernel.fn.__name__] += 1
+        return run(kernel, *args, **kwargs)
+
+    monkeypatch.setattr(kind, "run", counting)
+    return counted
+
+
+def launched(counter, name, residual, heads=1, dim=12, block_size=None):
+    """By a forward, and by a backward over 7 sites; addresses aside."""
+    inputs = draw(7, 7, dim, heads, shape=(1, 1))
+    counter.clear()
+    outputs = all_sites(impl(name, residual), heads, block_size)(inputs)
+    forward = dict(counter)
+    counter.clear()
+    torch.autograd.grad(outputs, inputs.leaves(), inputs.upstream)
+    backward = dict(counter)
+    for counted in (forward, backward):
+        counted.pop("addresses_kernel", None)
+    return forward, backward
+
+
+@pytest.mark.parametrize("residual", RESIDUALS)
+def test_what_runs_is_kernels(residual, launches, monkeypatch):
+    """Eager launches none; the others launch so many that nothing else can pose as a kernel."""
+    block_size = 3 if residual == "block" else None
+    assert launched(launches, "eager", residual, block_size=block_size) == ({}, {})
+    assert launched(launches, "fused", residual, block_size=block_size) == (
+        {"site_forward": 7}, {"site_backward": 7},
+    )  # fmt: skip
+    if residual == "full":
+        monkeypatch.setattr("mhar_minimal.fast.schedule", lambda *_: 3)  # blocks of 3, 3 and 1 sites
+        finished, with_source = 3, 4
+    else:
+        finished, with_source = 3, 4  # the embedding and two blocks; a partial sum is read at 4 sites
+    for dim, chunked in ((12, {}), (300, {"block_scores": 3})):
+        forward, backward = launched(launches, "two_phase", residual, dim=dim, block_size=block_size)
+        assert forward == {"norm_forward": finished, "block_forward": 3, "site_forward": 7} | chunked
+        assert backward == {
+            "source_backward": 7, "block_backward": 3, "norm_backward": finished,
+            "query_backward": with_source + 3,
+        } | {f"{kernel}_backward": count for kernel, count in chunked.items()}  # fmt: skip
+
+
+@pytest.mark.parametrize("residual", RESIDUALS)
+@pytest.mark.parametrize("name", ["eager", *IMPLS])
+def test_a_model_runs_what_its_impl_says(name, residual, launches):
+    model(small(residual, impl=name))(TOKENS)
+    assert launches["site_forward"] == (0 if name == "eager" else 5)
+    assert bool(launches["block_forward"]) == (name == "two_phase")
+
+
+# where kernels cannot run
+
+
+@either
+def test_without_a_gpu_and_without_the_interpreter_there_is_an_error_and_no_fallback(name, monkeypatch):
+    for module in (fused, two_phase):
+        monkeypatch.setattr(module, "INTERPRETED", False)
+    with pytest.raises(RuntimeError, match=r"cannot run on device 'cpu': .*impl='eager', or set TRITON_INTERPRET=1"):
+        model(small(impl=name)).cpu()(TOKENS.cpu())
+
+
+def test_another_distribution_may_be_called_kernels(tmp_path):
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text("mine = False\n")
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import kernels, mhar_minimal.kernels.fused as fused\n"
+        "print(kernels.mine, fused.__name__, fused.route.__module__)"
+    )
+    root = Path(__file__).parent.parent
+    found = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["False", "mhar_minimal.kernels.fused", "mhar_minimal.kernels.fused"]

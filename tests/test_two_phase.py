@@ -1,0 +1,109 @@
+"""The two-phase schedule against eager Full and Block in float64: every read-out, every gradient.
+
+Interpreted without a GPU, native with one. A program of the block kernels is one token and head, and costs the
+interpreter some ten milliseconds; hence few tokens, few sites.
+"""
+
+import pytest
+import torch
+from kernel_checks import (
+    DEVICE,
+    DTYPES,
+    all_sites,
+    assert_as_exact_as_eager,
+    assert_equal,
+    draw,
+    impl,
+    results,
+    scheduled,
+)
+
+# D and H. The block kernels take a head's D/H channels in one piece, in a piece and a tail, or in chunks.
+ONE_PIECE, WITH_TAIL, IN_CHUNKS = [(4, 4), (36, 3), (32, 2)], [(20, 1), (48, 1), (160, 1)], [(300, 1), (768, 2)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dim", "heads"), ONE_PIECE + WITH_TAIL + IN_CHUNKS)
+def test_full(dim, heads, dtype):
+    assert_as_exact_as_eager(
+        all_sites(scheduled(2), heads), all_sites(impl("eager", "full"), heads), dtype,
+        sites=5, sources=5, dim=dim, heads=heads, shape=(1, 1 if dim > 256 or heads > 2 else 2),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("dim", "heads", "dtype"), [(36, 3, DTYPES[0]), (160, 1, DTYPES[1]), (300, 1, DTYPES[2])])
+def test_block(dim, heads, dtype):
+    """Blocks of 2, 2 and, ragged, 1 sublayer."""
+    assert_as_exact_as_eager(
+        all_sites(impl("two_phase", "block"), heads, 2), all_sites(impl("eager", "block"), heads, 2), dtype,
+        sites=6, sources=6, dim=dim, heads=heads, shape=(1, 1 if dim > 256 or heads > 2 else 2),
+    )  # fmt: skip
+
+
+def test_the_widest_model():
+    """D = 8192 in one head: 64 chunks."""
+    assert_as_exact_as_eager(
+        all_sites(scheduled(2), 1), all_sites(impl("eager", "full"), 1), torch.bfloat16,
+        sites=3, sources=3, dim=8192, heads=1, shape=(1, 1),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("block", range(1, 17))
+def test_every_length_of_a_block(block):
+    """A schedule changes the order of the work, not the result."""
+    sites = min(17, 2 * block + 1)  # two blocks at least
+    assert_as_exact_as_eager(
+        all_sites(scheduled(block), 1), all_sites(impl("eager", "full"), 1), DTYPES[block % 3],
+        sites=sites, sources=sites, dim=6, heads=1, shape=(1, 1),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 4, 10, 17, 20])
+def test_every_kind_of_block(block_size):
+    """Of one sublayer, ragged, even, more than the 16 sites that one phase 1 serves, and everything in one."""
+    sublayers = max(10, min(20, block_size + 3))
+    assert_as_exact_as_eager(
+        all_sites(impl("two_phase", "block"), 2, block_size), all_sites(impl("eager", "block"), 2, block_size),
+        DTYPES[block_size % 3], sites=sublayers + 1, sources=sublayers + 1, dim=12, heads=2, shape=(1, 1),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("sources", "block"), [(33, 1), (73, 16)])
+def test_many_sources(sources, block):
+    """Trap 9. Blocks of one make a phase 1 over every number of sources from 1 to 33."""
+    assert_as_exact_as_eager(
+        all_sites(scheduled(block), 1), all_sites(impl("eager", "full"), 1), torch.float32,
+        sites=sources, sources=sources, dim=6, heads=1, shape=(1, 1),
+    )  # fmt: skip
+
+
+def test_many_tokens():
+    """More than a program of the site kernels takes, and an odd number in every part of the queries' gradient."""
+    assert_as_exact_as_eager(
+        all_sites(scheduled(3), 1), all_sites(impl("eager", "full"), 1), torch.float32,
+        sites=3, sources=3, dim=6, heads=1, shape=(1, 67),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_site_0_passes_the_embedding_and_gives_its_query_an_exactly_zero_gradient(dtype):
+    """Trap 8."""
+    inputs = draw(3, 3, 12, 2, shape=(1, 2), dtype=dtype)
+    got = results(all_sites(scheduled(2), 2), inputs)
+    assert torch.equal(got["readout"][0], inputs.source[0])
+    assert not got["query"][0].any()
+    assert not got["gain"][0].any()
+    assert all(q.any() for q in got["query"][1:])
+
+
+def test_two_runs_agree_bitwise():
+    inputs = draw(3, 3, 20, 1, shape=(1, 5))
+    run = all_sites(scheduled(2), 1)
+    assert_equal(results(run, inputs.fresh()), results(run, inputs.fresh()))
+
+
+def test_float64_is_refused():
+    inputs = draw(3, 3, 12, 2, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"dtype torch.float64; accepted: float32, bfloat16, float16"):
+        all_sites(scheduled(2), 2)(inputs)
+    assert inputs.source[0].device.type == DEVICE
