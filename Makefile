@@ -27,7 +27,8 @@ gpu: .venv/installed  ## what only a CUDA machine can test; not part of test
 	$(BIN)/python -m pytest tests/gpu
 
 store: .venv/installed  ## run every notebook from a clean kernel and store its outputs
-	$(BIN)/jupyter execute --inplace --timeout 240 notebooks/*.ipynb
+	$(BIN)/jupyter nbconvert --to notebook --inplace --execute --ExecutePreprocessor.record_timing=False \
+		--ExecutePreprocessor.timeout=240 notebooks/0*.ipynb
 
 benchmark: .venv/installed
 	$(BIN)/python -m mhar_minimal.benchmark --out notebooks/results/cpu_benchmark.json
