@@ -178,9 +178,17 @@ class Depth(nn.Module):
                 write.fill_(1)
 
     def forward(self, embedding: Tensor):
-        """One forward pass over the embedding [B, T, D]: an object with ``read()`` and ``write(output)``."""
+        """One forward pass over the embedding [B, T, D]: an object with ``read()`` and ``write(output)``.
+
+        Raises:
+            RuntimeError: an ``impl`` other than eager where Triton is not installed or cannot run.
+        """
         if self.impl == "eager":
             return SCHEMES[self.residual](self, embedding)
-        from mhar_minimal import fast  # here, because it imports Triton
-
+        try:
+            from mhar_minimal import fast  # here, because it imports Triton
+        except ImportError as error:
+            raise RuntimeError(
+                f"impl={self.impl!r} needs Triton, which exists for Linux ({error}); accepted here: impl='eager'"
+            ) from error
         return fast.SCHEMES[self.residual, self.impl](self, embedding)

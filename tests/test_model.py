@@ -1,6 +1,7 @@
 """The decoder: parameters counted by hand, paired initialisation, causality, and queries that stay zero."""
 
 import math
+import sys
 
 import pytest
 import torch
@@ -247,3 +248,12 @@ def test_what_is_no_batch_of_tokens_or_no_seed_is_refused():
     for seed in (-1, 2**32):
         with pytest.raises(ValueError, match=f"seed={seed}; accepted: 0 to 4294967295"):
             Model(small(), seed)
+
+
+def test_kernels_without_triton_are_refused_with_the_reason(monkeypatch):
+    for name in [name for name in sys.modules if name.startswith(("mhar_minimal.fast", "mhar_minimal.kernels."))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr("mhar_minimal.fast", raising=False)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(RuntimeError, match=r"impl='fused' needs Triton, .*accepted here: impl='eager'"):
+        Model(small(residual="full", impl="fused"))(torch.zeros(1, 4, dtype=torch.int64))
