@@ -18,7 +18,7 @@ ordinary operations. The price is that all rows live until the backward ends.
 
 Heads are independent programs: r = 1 / sqrt(mean(v²) + ε) is computed once per source, and then a head needs its own
 channels only. The block kernels' matmuls take the stored 16-bit values as they are and split what is float32 (queries,
-weights) into two 16-bit parts, so nothing is rounded that was not stored so.
+weights) into two 16-bit parts, so they are exact to about twice the precision of what is stored.
 """
 
 import torch

@@ -19,7 +19,6 @@ from mhar_minimal.generate import generate
 from mhar_minimal.train import CHECKPOINT, Recipe, Row, check_settings, load, metadata, train, write_rows, written_whole
 
 ARMS = ("standard", "full:1", "full:4", "block:4")
-ROUTED = ("full", "block")
 
 
 def run_train(args: Namespace) -> None:
@@ -88,7 +87,7 @@ def arm_config(arm: str, args: Namespace) -> Config:
 
 
 def arm_name(config: Config) -> str:
-    return f"{config.residual}:{config.heads}" if config.residual in ROUTED else config.residual
+    return f"{config.residual}:{config.heads}" if config.routed else config.residual
 
 
 def finished(folder: Path) -> bool:

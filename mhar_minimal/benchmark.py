@@ -55,7 +55,8 @@ def in_turns(jobs: dict[str, Callable], turns: int) -> dict[str, list[float]]:
 def resident_bytes(config: Config) -> int:
     """Peak resident memory of a process that trains 20 steps."""
     with tempfile.TemporaryDirectory() as folder:
-        options = [f"--residual={config.residual}", f"--heads={config.heads}", "--steps=20", f"--out={folder}/run"]
+        options = [] if config.block_size is None else [f"--block-size={config.block_size}"]
+        options += [f"--residual={config.residual}", f"--heads={config.heads}", "--steps=20", f"--out={folder}/run"]
         command = [sys.executable, "-m", "mhar_minimal", "train", *options]
         subprocess.run(command, check=True, capture_output=True)
         return metadata(Path(folder, "run", "checkpoint.safetensors"))["peak_memory"]

@@ -55,14 +55,13 @@ class Config:
         self._check_scheme()
 
     def _check_scheme(self) -> None:
-        routed = self.residual in ("full", "block")
-        if not routed and self.heads != 1:
+        if not self.routed and self.heads != 1:
             raise ValueError(f"heads={self.heads} with residual={self.residual!r}; accepted: 1 (it has no depth heads)")
-        if not routed and self.query_init != "zero":
+        if not self.routed and self.query_init != "zero":
             raise ValueError(
                 f"query_init={self.query_init!r} with residual={self.residual!r}; accepted: zero (it has no queries)"
             )
-        if not routed and self.impl != "eager":
+        if not self.routed and self.impl != "eager":
             raise ValueError(f"impl={self.impl!r} with residual={self.residual!r}; accepted: eager (it routes nothing)")
         if self.residual == "block":
             if not _is_count(self.block_size) or self.block_size > self.sublayers:
@@ -74,6 +73,11 @@ class Config:
             raise ValueError(
                 f"block_size={self.block_size!r} with residual={self.residual!r}; accepted: None (only 'block' has one)"
             )
+
+    @property
+    def routed(self) -> bool:
+        """Whether sites weigh their sources by pseudo-queries."""
+        return self.residual in ("full", "block")
 
     @property
     def head_dim(self) -> int:

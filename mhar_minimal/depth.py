@@ -8,9 +8,10 @@ A scheme is a short class with ``read()`` and ``write(output)``. One object live
         depth.write(layer.mlp(layer.mlp_norm(depth.read())))
     hidden = depth.read()
 
-Sources, sites, heads and blocks are those of `mhar_minimal.route`. Full and Block compute what `route` defines, in an
-order that does less work: pseudo-queries do not depend on the input, so a source is scored against every site that
-will read it as soon as it is written, in one matmul, and is never stacked.
+A source is what can be read across depth: the embedding, or what a sublayer wrote. A site is a place that reads: one
+before each of the 2L sublayers, and the final read-out. Full and Block compute what `mhar_minimal.route.route` defines,
+in an order that does less work: pseudo-queries do not depend on the input, so a source is scored against every site
+that will read it as soon as it is written, in one matmul, and is never stacked.
 """
 
 from collections.abc import Sequence
@@ -115,8 +116,8 @@ class Block(Full):
 class Hyper:
     """Static Hyper-Connections (arXiv:2409.19606, section 2) with n = 4 streams.
 
-    Sublayer s reads ``Σ_j read[s, j] stream_j``, then ``stream_k ← Σ_j streams[s, j, k] stream_j + write[s, k] output``
-    for every k. The final read-out is the streams' average.
+    Sublayer s reads ``Σ_j read_mix[s, j] stream_j``; then, for every k,
+    ``stream_k ← Σ_j streams[s, j, k] stream_j + write_mix[s, k] output``. The final read-out is the streams' average.
     """
 
     def __init__(self, depth: "Depth", embedding: Tensor):
@@ -124,13 +125,13 @@ class Hyper:
         self.streams = embedding.expand(STREAMS, *embedding.shape)  # [n, B, T, D]
 
     def read(self) -> Tensor:
-        if self.sublayer == len(self.depth.read):
+        if self.sublayer == len(self.depth.read_mix):
             return self.streams.mean(0)
-        return torch.einsum("j,jbtd->btd", self.depth.read[self.sublayer], self.streams)
+        return torch.einsum("j,jbtd->btd", self.depth.read_mix[self.sublayer], self.streams)
 
     def write(self, output: Tensor) -> None:
         mixed = torch.einsum("jk,jbtd->kbtd", self.depth.streams[self.sublayer], self.streams)
-        self.streams = mixed + self.depth.write[self.sublayer].view(-1, 1, 1, 1) * output
+        self.streams = mixed + self.depth.write_mix[self.sublayer].view(-1, 1, 1, 1) * output
         self.sublayer += 1
 
 
@@ -141,38 +142,39 @@ class Depth(nn.Module):
     """The parameters of one residual scheme; called with the embedding, it starts one forward pass of that scheme.
 
     full, block: ``query`` (zero at start, or N(0, 0.02²)) and ``gain`` (one), each a vector [D] per site, 2L + 1 sites.
-    hyper: ``read`` [n], ``streams`` [n, n], ``write`` [n] per sublayer, started so that the model is PreNorm's.
+    hyper: ``read_mix`` [n], ``streams`` [n, n], ``write_mix`` [n] per sublayer, started so that the model is PreNorm's.
     standard: none.
     """
 
     def __init__(self, config: Config):
         super().__init__()
-        self.residual, self.heads, self.block_size = config.residual, config.heads, config.block_size
+        self.residual, self.routed = config.residual, config.routed
+        self.heads, self.block_size = config.heads, config.block_size
         self.query_init, self.eps, self.impl = config.query_init, config.eps, config.impl
 
         def vectors(count: int, *shape: int) -> nn.ParameterList:
             return nn.ParameterList(nn.Parameter(torch.empty(shape)) for _ in range(count))
 
-        if self.residual in ("full", "block"):
+        if self.routed:
             self.query = vectors(config.sites, config.dim)
             self.gain = vectors(config.sites, config.dim)
         elif self.residual == "hyper":
-            self.read = vectors(config.sublayers, STREAMS)
+            self.read_mix = vectors(config.sublayers, STREAMS)
             self.streams = vectors(config.sublayers, STREAMS, STREAMS)
-            self.write = vectors(config.sublayers, STREAMS)
+            self.write_mix = vectors(config.sublayers, STREAMS)
         self.init(torch.Generator().manual_seed(0))
 
     @torch.no_grad()
     def init(self, generator: torch.Generator) -> None:
         """Set every parameter to its start; only ``query_init="random"`` draws from the (CPU) generator."""
-        if self.residual in ("full", "block"):
+        if self.routed:
             for query, gain in zip(self.query, self.gain, strict=True):
                 gain.fill_(1)
                 query.zero_()
                 if self.query_init == "random":
                     query.copy_(0.02 * torch.randn(query.shape, generator=generator, device="cpu"))
         elif self.residual == "hyper":
-            for s, (read, streams, write) in enumerate(zip(self.read, self.streams, self.write, strict=True)):
+            for s, (read, streams, write) in enumerate(zip(self.read_mix, self.streams, self.write_mix, strict=True)):
                 read.zero_()[s % STREAMS] = 1
                 streams.copy_(torch.eye(STREAMS))
                 write.fill_(1)

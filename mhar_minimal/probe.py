@@ -1,6 +1,7 @@
 """What a model does across depth: what its sites read, what its sublayers write, and how the two are weighed.
 
-Everything is seen from outside, through forward hooks that are gone when a function returns. No model is changed, and
+Everything is seen from outside: through forward hooks, and by watching the ``mix`` of the one pass that is recorded.
+Both are gone when a function returns. No model is changed, and
 its mode, its gradients and its parameters are as they were.
 """
 
@@ -155,7 +156,7 @@ def slice_disagreement(model: Model, tokens: Tensor, slices: int = 4, seed: int 
         ValueError: a model without depth weights or with several heads, or slices that do not divide D.
     """
     config = model.config
-    if config.residual not in ("full", "block"):
+    if not config.routed:
         raise ValueError(f"residual={config.residual!r}; accepted: full, block (the others have no queries)")
     if config.heads != 1:
         raise ValueError(f"heads={config.heads}; accepted: 1 (the slices of one shared softmax are compared)")

@@ -35,7 +35,7 @@ def route(
 
     Returns:
         The read-out [B, T, D] in the sources' (promoted) dtype; with ``return_weights`` also α, [N, B, T, H]. Scores,
-        softmax and mix are computed, and α returned, in float32 (float64 when a source is float64).
+        softmax and mix are computed, and α returned, in float32 (float64 when a source is).
 
     Raises:
         ValueError: no sources, shapes that do not agree, heads that do not divide D, or an eps that is not above 0.

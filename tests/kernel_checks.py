@@ -170,3 +170,12 @@ def guarded_allocations(monkeypatch):
     for room in guards:
         for margin in (room[:MARGIN], room[-MARGIN:]):
             assert (margin.isnan() if room.is_floating_point() else margin == -1).all()
+
+
+def assert_nothing_outside(run: Callable, inputs: Inputs, monkeypatch) -> None:
+    """The same results when every tensor lies between guards that nobody may read or write."""
+    expected = results(run, inputs.fresh())
+    with guarded_allocations(monkeypatch) as guarded:
+        inputs.source = [guarded(source.detach()).requires_grad_() for source in inputs.source]
+        got = results(run, inputs)
+    assert_equal(got, expected)

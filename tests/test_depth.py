@@ -126,9 +126,9 @@ def test_hyper_connections_by_hand():
     values = history(depth)
     streams, expected = [values[0]] * STREAMS, []
     for s in range(SUBLAYERS):
-        expected.append(sum(depth.read[s][j] * streams[j] for j in range(STREAMS)))
+        expected.append(sum(depth.read_mix[s][j] * streams[j] for j in range(STREAMS)))
         streams = [
-            sum(depth.streams[s][j, k] * streams[j] for j in range(STREAMS)) + depth.write[s][k] * values[s + 1]
+            sum(depth.streams[s][j, k] * streams[j] for j in range(STREAMS)) + depth.write_mix[s][k] * values[s + 1]
             for k in range(STREAMS)
         ]
     expected.append(sum(streams) / STREAMS)
@@ -241,6 +241,6 @@ def test_hyper_connections_start_as_the_paper_has_them():
     """Sublayer s reads stream s mod n, streams are not mixed, every output goes to all of them."""
     depth = Depth(config(residual="hyper"))
     for s in range(SUBLAYERS):
-        assert torch.equal(depth.read[s], torch.eye(STREAMS)[s % STREAMS])
+        assert torch.equal(depth.read_mix[s], torch.eye(STREAMS)[s % STREAMS])
         assert torch.equal(depth.streams[s], torch.eye(STREAMS))
-        assert torch.equal(depth.write[s], torch.ones(STREAMS))
+        assert torch.equal(depth.write_mix[s], torch.ones(STREAMS))
