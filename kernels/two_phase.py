@@ -11,40 +11,46 @@ source then adds what its own block's sites send it (`source_backward`). No sour
 written again.
 
 What the gathering needs, every later site's dout, lse and δ = dout · read-out, travels backwards along the autograd
-graph as the gradient of a *ledger*: three dummies of zero size in memory, [sites, tokens, D] and so on, that the
-forward hands from one operation to the next. In the backward the last site allocates their gradients, and every site
-before enters its row. There is no state beside the graph: checkpointing, a second backward and torch.compile see
-ordinary operations. The price is that all rows live until the backward ends.
+graph as the gradient of a *ledger*: a dummy of zero size in memory that the forward hands from one operation to the
+next. In the backward the last site allocates its gradient, a buffer with the `Sections` below, and every site before
+makes its entries. There is no state beside the graph: checkpointing, a second backward and torch.compile see ordinary
+operations. The price is that all rows live until the backward ends.
 
 Heads are independent programs: r = 1 / sqrt(mean(v²) + ε) is computed once per source, and then a head needs its own
 channels only. The block kernels' matmuls take the stored 16-bit values as they are and split what is float32 (queries,
 weights) into two 16-bit parts, so they are exact to about twice the precision of what is stored.
 """
 
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, nn
 
-from mhar_minimal.kernels.fused import (
+from mhar_minimal.kernels.fused import fake_rest, merge, read_exact, room_for_rest, rounded, write_rest
+from mhar_minimal.kernels.launch import (
     INTERPRETED,
     addresses,
+    ceil,
     check_runnable,
-    has_rest,
+    kernel,
     laid_out,
     operation,
-    rounded,
-    site_forward,
     site_shape,
     stored,
+    tokens_of,
 )
 
 STEP = 16  # sources, or later sites, per step of the block kernels
 LARGEST = 16  # sites that one phase 1 serves
 PARTS = 2 if INTERPRETED else 64  # of the queries' gradient, added in a fixed order
+APART = 32  # numbers between the sections of a ledger
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@kernel("tokens")
 def norm_forward(v_ptr, r_ptr, tokens, eps, D: tl.constexpr, DP: tl.constexpr, TT: tl.constexpr):
     t = tl.program_id(0).to(tl.int64) * TT + tl.arange(0, TT)
     d = tl.arange(0, DP)
@@ -53,41 +59,120 @@ def norm_forward(v_ptr, r_ptr, tokens, eps, D: tl.constexpr, DP: tl.constexpr, T
     tl.store(r_ptr + t, tl.rsqrt(tl.sum(v * v, 1) / D + eps), mask=t < tokens)
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def norm_backward(v_ptr, r_ptr, part_ptr, dr_ptr, dv_ptr, tokens, D: tl.constexpr, DP: tl.constexpr, TT: tl.constexpr):
+@kernel("tokens", "slot")
+def norm_backward(
+    v_ptr,  # a source that no site of its block reads, [tokens, D], and its r
+    r_ptr,
+    part_ptr,  # what later blocks send the sources of this block, [sources, tokens, D], and the norm's share of it
+    radial_ptr,  # float32 [sources, tokens, H]
+    dv_ptr,  # out, [tokens, D]
+    tokens,
+    slot,  # of this source in the block
+    D: tl.constexpr,
+    H: tl.constexpr,
+    HP: tl.constexpr,
+    DP: tl.constexpr,
+    TT: tl.constexpr,
+):
     t = tl.program_id(0).to(tl.int64) * TT + tl.arange(0, TT)
     d = tl.arange(0, DP)
+    h = tl.arange(0, HP)
     row = t[:, None] * D + d[None, :]
     mask = (t < tokens)[:, None] & (d < D)[None, :]
+    head = t[:, None] * H + h[None, :]
     v = tl.load(v_ptr + row, mask=mask, other=0.0).to(tl.float32)
-    part = tl.load(part_ptr + row, mask=mask, other=0.0).to(tl.float32)
+    dv = tl.load(part_ptr + slot * tokens.to(tl.int64) * D + row, mask=mask, other=0.0).to(tl.float32)
     r = tl.load(r_ptr + t, mask=t < tokens, other=0.0)
-    dr = tl.load(dr_ptr + t, mask=t < tokens, other=0.0)
-    tl.store(dv_ptr + row, part - (r * r * r * dr / D)[:, None] * v, mask=mask)
+    here = (t < tokens)[:, None] & (h < H)[None, :]
+    radial = tl.load(radial_ptr + slot * tokens.to(tl.int64) * H + head, mask=here, other=0.0)
+    tl.store(dv_ptr + row, dv - (tl.sum(radial, 1) * r * r / D)[:, None] * v, mask=mask)
 
 
-@triton.jit(do_not_specialize=["tokens", "site", "count", "sites"])
+@kernel("tokens", "site", "k")
+def read_forward(
+    sources,  # COUNT sources written inside the block before this site, oldest first, [tokens, D] each
+    like_ptr,  # anything of the sources' dtype
+    q_ptr,  # all queries q ⊙ g, float32 [sites, D]
+    gain_ptr,  # of the norms behind the sites, float32 [sites, D]; None without NORM
+    early_ptr,  # phase 1 of the block: read-outs, float32 [block, tokens, D], and
+    early_lse_ptr,  # log-normalisers, float32 [block, tokens, H]
+    readout_ptr,  # out, storage dtype [tokens, D]
+    rest_ptr,  # out, its rest, int8 [tokens, D]; None without REST
+    normed_ptr,  # out, the read-out behind the norm, storage dtype [tokens, D]; None without NORM
+    lse_ptr,  # out, float32 [tokens, H]
+    r_ptr,  # out, r of the newest source, float32 [tokens]
+    tokens,
+    site,
+    k,  # of the site in the block
+    eps,
+    norm_eps,
+    COUNT: tl.constexpr,
+    REST: tl.constexpr,
+    NORM: tl.constexpr,
+    D: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,  # D / H
+    TT: tl.constexpr,  # tokens per program
+    HP: tl.constexpr,  # H and K, rounded up to powers of two
+    KP: tl.constexpr,
+):
+    t = tl.program_id(0).to(tl.int64) * TT + tl.arange(0, TT)
+    h = tl.arange(0, HP)
+    channel = h[:, None] * K + tl.arange(0, KP)[None, :]  # [HP, KP]
+    inside = (h < H)[:, None] & (tl.arange(0, KP) < K)[None, :]
+    row = t[:, None, None] * D + channel[None]  # [TT, HP, KP]
+    here = (t < tokens)[:, None, None] & inside[None]
+    head = t[:, None] * H + h[None, :]  # [TT, HP]
+    head_here = (t < tokens)[:, None] & (h < H)[None, :]
+    behind = k * tokens.to(tl.int64)
+    q = tl.load(q_ptr + site * D + channel, mask=inside, other=0.0)
+    m = tl.load(early_lse_ptr + behind * H + head, mask=head_here, other=0.0)
+    l = tl.full([TT, HP], 1.0, tl.float32)
+    acc = tl.load(early_ptr + behind * D + row, mask=here, other=0.0)
+    for i in tl.static_range(COUNT):
+        v = tl.load(sources[i] + row, mask=here, other=0.0).to(tl.float32)
+        r = tl.rsqrt(tl.sum(tl.sum(v * v, 2), 1) / D + eps)  # [TT], over the full width
+        _, m, l, acc = merge(v, r, q, m, l, acc)
+        if i == COUNT - 1:
+            tl.store(r_ptr + t, r, mask=t < tokens)
+    acc = acc * (1 / l)[:, :, None]
+    tl.store(readout_ptr + row, acc, mask=here)
+    tl.store(lse_ptr + head, m + tl.log(l), mask=head_here)
+    if REST:
+        write_rest(rest_ptr + row, here, acc, like_ptr.dtype.element_ty)
+    if NORM:
+        gain = tl.load(gain_ptr + site * D + channel, mask=inside, other=0.0)
+        rho = tl.rsqrt(tl.sum(tl.sum(acc * acc, 2), 1) / D + norm_eps)  # [TT]
+        tl.store(normed_ptr + row, acc * rho[:, None, None] * gain[None], mask=here)
+
+
+@kernel("tokens", "site", "slot", "count", "sites")
 def source_backward(
-    dout_ptr,  # gradient of this site's read-out, [tokens, D]
+    dout_ptr,  # gradient of what this site gave, [tokens, D]: of its read-out, with NORM of that behind the norm
     readout_ptr,
     rest_ptr,
     lse_ptr,
-    ledger_ptr,  # in and out, [sites, tokens, D]
-    stats_ptr,  # in and out, float32 [tokens, H, sites, 2]
     v_ptr,  # the source written before this site, [tokens, D]; None without SOURCE
-    r_ptr,
-    q_ptr,  # queries of this and the later sites, float32 [., D]
-    part_ptr,  # gradient of the source from later blocks, and of its r; None without PART
-    dr_ptr,
+    q_ptr,  # all queries, float32 [sites, D]
+    gain_ptr,  # of the norms, float32 [sites, D]; None without NORM
+    rows_ptr,  # the ledger's sections, in and out: the read-outs' gradients, [sites, tokens, D]
+    stats_ptr,  # lse and δ, float32 [tokens, H, sites, 2]
+    part_ptr,  # what later blocks send the block's sources, [sources, tokens, D]
+    radial_ptr,  # and the norm's share of it, float32 [sources, tokens, H]
+    dlr_ptr,  # dlogit · r of this source, float32 [tokens, H, count]
+    rho_ptr,  # of the norm behind this site, float32 [tokens]
     dv_ptr,  # out, [tokens, D]
-    dlr_ptr,  # out, float32 [tokens, H, count]
     tokens,
     site,
+    slot,  # of the source in its block
     count,  # sites of this block that read the source, this one first
     sites,
+    eps,
+    norm_eps,
     SOURCE: tl.constexpr,
-    PART: tl.constexpr,
+    PART: tl.constexpr,  # whether later blocks read the source
     REST: tl.constexpr,
+    NORM: tl.constexpr,
     D: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
@@ -97,9 +182,8 @@ def source_backward(
 ):
     t = tl.program_id(0).to(tl.int64) * TT + tl.arange(0, TT)
     h = tl.arange(0, HP)
-    k = tl.arange(0, KP)
-    channel = h[:, None] * K + k[None, :]
-    inside = (h < H)[:, None] & (k < K)[None, :]
+    channel = h[:, None] * K + tl.arange(0, KP)[None, :]
+    inside = (h < H)[:, None] & (tl.arange(0, KP) < K)[None, :]
     row = t[:, None, None] * D + channel[None]  # [TT, HP, KP]
     here = (t < tokens)[:, None, None] & inside[None]
     head = t[:, None] * H + h[None, :]  # [TT, HP]
@@ -107,37 +191,42 @@ def source_backward(
     plane = tokens.to(tl.int64) * D
     stat = stats_ptr + head * (2 * sites)
     dout = tl.load(dout_ptr + row, mask=here, other=0.0).to(tl.float32)
-    readout = tl.load(readout_ptr + row, mask=here, other=0.0).to(tl.float32)
-    if REST:
-        readout += tl.load(rest_ptr + row, mask=here, other=0.0).to(tl.float32)
+    readout = read_exact(readout_ptr, rest_ptr, row, here, REST)
+    if NORM:
+        rho = tl.rsqrt(tl.sum(tl.sum(readout * readout, 2), 1) / D + norm_eps)  # [TT]
+        scaled = dout * tl.load(gain_ptr + site * D + channel, mask=inside, other=0.0)[None]
+        along = tl.sum(tl.sum(scaled * readout, 2), 1) * rho * rho / D
+        dout = rho[:, None, None] * (scaled - along[:, None, None] * readout)
+        tl.store(rho_ptr + t, rho, mask=t < tokens)
     lse = tl.load(lse_ptr + head, mask=head_here, other=0.0)
     delta = tl.sum(dout * readout, 2)
-    tl.store(ledger_ptr + site * plane + row, dout, mask=here)
+    tl.store(rows_ptr + site * plane + row, dout, mask=here)
     tl.store(stat + 2 * site, lse, mask=head_here)
     tl.store(stat + 2 * site + 1, delta, mask=head_here)
     if SOURCE:
         v = tl.load(v_ptr + row, mask=here, other=0.0).to(tl.float32)
-        r = tl.load(r_ptr + t, mask=t < tokens, other=0.0)
-        dv, radial = contribution(v, r, q_ptr + channel, inside, dout, lse, delta, dlr_ptr + head * count, head_here)
+        r = tl.rsqrt(tl.sum(tl.sum(v * v, 2), 1) / D + eps)
+        query = q_ptr + site * D + channel
+        dv, radial = contribution(v, r, query, inside, dout, lse, delta, dlr_ptr + head * count, head_here)
         for i in range(1, count):
             at = site + i
-            dout = tl.load(ledger_ptr + at * plane + row, mask=here, other=0.0).to(tl.float32)
+            dout = tl.load(rows_ptr + at * plane + row, mask=here, other=0.0).to(tl.float32)
             lse = tl.load(stat + 2 * at, mask=head_here, other=0.0)
             delta = tl.load(stat + 2 * at + 1, mask=head_here, other=0.0)
             to = dlr_ptr + head * count + i
-            more, turned = contribution(v, r, q_ptr + i * D + channel, inside, dout, lse, delta, to, head_here)
+            more, turned = contribution(v, r, query + i * D, inside, dout, lse, delta, to, head_here)
             dv += more
             radial += turned
-        shrink = tl.sum(radial, 1) * r * r  # [TT]: r³ ∂L/∂r of the norm's backward
         if PART:
-            dv += tl.load(part_ptr + row, mask=here, other=0.0).to(tl.float32)
-            shrink += tl.load(dr_ptr + t, mask=t < tokens, other=0.0) * r * r * r
-        tl.store(dv_ptr + row, dv - (shrink / D)[:, None, None] * v, mask=here)
+            dv += tl.load(part_ptr + slot * plane + row, mask=here, other=0.0).to(tl.float32)
+            radial += tl.load(radial_ptr + slot * tokens.to(tl.int64) * H + head, mask=head_here, other=0.0)
+        shrink = tl.sum(radial, 1) * r * r / D  # [TT]: the norm's backward
+        tl.store(dv_ptr + row, dv - shrink[:, None, None] * v, mask=here)
 
 
 @triton.jit
 def contribution(v, r, q_ptr, inside, dout, lse, delta, dlr_ptr, head_here):
-    """What one site sends the source v: its gradient [TT, HP, KP] without the norm's part, and dlogit · logit."""
+    """What one site sends the source v: its gradient [TT, HP, KP] without the norm's share, and dlogit · logit."""
     q = tl.load(q_ptr, mask=inside, other=0.0)
     logit = tl.sum((v * r[:, None, None]) * q[None], 2)
     p = tl.exp(logit - lse)
@@ -217,7 +306,7 @@ def dot2(a, high, low, acc, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
     return acc
 
 
-@triton.jit(do_not_specialize=["count"])
+@kernel("count")
 def block_scores(
     table,
     like_ptr,
@@ -249,12 +338,12 @@ def block_scores(
     tl.store(to, logit, mask=(i < count)[:, None])
 
 
-@triton.jit(do_not_specialize=["tokens", "count", "site", "sites"])
+@kernel("tokens", "count", "site", "sites")
 def block_forward(
     table,  # int64 [count]: addresses of the finished sources, each [tokens, D]
     like_ptr,  # anything of the sources' dtype
     r_ptr,  # float32 [count, tokens]
-    high_ptr,  # the block's queries, float32 [D, SP] as high + low in the storage dtype, times scale [sites]
+    high_ptr,  # the block's queries, float32 [D, SP] as high + low in the storage dtype, times scale
     low_ptr,
     scale_ptr,
     scores_ptr,  # float32 [tokens, H, count, SP], from block_scores where NC > 1
@@ -262,7 +351,8 @@ def block_forward(
     lse_ptr,  # out, float32 [sites, tokens, H]
     tokens,
     count,
-    sites,
+    site,  # the first
+    sites,  # of this block
     D: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,  # D / H
@@ -281,7 +371,7 @@ def block_forward(
     FM: tl.constexpr = KM * NC <= K
     FT: tl.constexpr = KM + KT == K
     s = tl.minimum(tl.arange(0, SP), sites - 1)
-    scale = tl.load(scale_ptr + s)
+    scale = tl.load(scale_ptr + site + s)
     if NC == 1:
         high, low = columns(high_ptr, low_ptr, h, 0, K, KM, SP, FM, DOT, SPLIT)
         if KT:
@@ -330,7 +420,7 @@ def block_forward(
     tl.store(lse_ptr + row * H + h, m + tl.log(l), mask=(site < sites) & (mine == 0))
 
 
-@triton.jit(do_not_specialize=["tokens", "count", "site", "sites"])
+@kernel("tokens", "count", "site", "sites")
 def block_scores_backward(
     table,
     like_ptr,
@@ -375,7 +465,7 @@ def block_scores_backward(
     tl.store(score + SP, dov, mask=(s < sites)[:, None])
 
 
-@triton.jit(do_not_specialize=["tokens", "count", "site", "sites"])
+@kernel("tokens", "count", "site", "sites")
 def block_backward(
     table,  # int64 [count]: addresses of the block's sources
     like_ptr,
@@ -481,18 +571,27 @@ def block_backward(
     tl.store(radial_ptr + out * H + h, radial, mask=(j < count) & (mine == 0))
 
 
-@triton.jit(do_not_specialize=["tokens", "count", "site", "later", "sites", "chunk"])
+@kernel("tokens", "count", "site", "later", "sites", "chunk")
 def query_backward(
-    table,  # int64 [count]: addresses of sources
+    table,  # int64 [count]: addresses of sources; with ONE the source itself; None without SOURCE
     like_ptr,
     dlr_ptr,  # float32 [tokens, H, later, count]: dlogit · r
-    dq_ptr,  # in and out, float32 [PARTS, sites, D]
+    dq_ptr,  # in and out, the queries' gradient, float32 [PARTS, sites, D]
+    dout_ptr,  # gradient of what one site gave behind its norm, [tokens, D]; None without NORM
+    readout_ptr,
+    rest_ptr,
+    rho_ptr,
+    dgain_ptr,  # in and out, the norm gains' gradient, float32 [PARTS, sites, D]
     tokens,
     count,
     site,  # the first of the later sites
     later,
     sites,
     chunk,  # tokens of one part
+    SOURCE: tl.constexpr,
+    ONE: tl.constexpr,
+    REST: tl.constexpr,
+    NORM: tl.constexpr,
     D: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
@@ -509,193 +608,288 @@ def query_backward(
     s = tl.program_id(0) * SP + tl.arange(0, SP)
     x = tl.arange(0, TM * JP)
     j = x % JP
-    base = tl.load(table + tl.minimum(j, count - 1)).to(like_ptr.dtype)
-    acc = tl.zeros([SP, KC], tl.float32)
+    if SOURCE:
+        base = table + 0 * j if ONE else tl.load(table + tl.minimum(j, count - 1)).to(like_ptr.dtype)
+        acc = tl.zeros([SP, KC], tl.float32)
+    if NORM:
+        dgain = tl.zeros([KC], tl.float32)
     for start in range(part * chunk, tl.minimum((part + 1) * chunk, tokens), TM):
         t = (start + x // JP).to(tl.int64)
         inside = (t < tokens) & (t < (part + 1) * chunk) & (j < count)
-        v = tl.load(
-            tl.multiple_of(base + t * D, 16)[:, None] + (h * K + k)[None, :],
-            mask=inside[:, None] & (k < K)[None, :],
-            other=0.0,
-        ).to(tl.float32)
-        at = (t * H + h) * (later * count) + j
-        dlr = tl.load(
-            dlr_ptr + at[None, :] + s[:, None] * count, mask=(s < later)[:, None] & inside[None, :], other=0.0
-        )
-        acc = tl.dot(dlr, v, acc, input_precision=PRECISION)
-    to = dq_ptr + (part.to(tl.int64) * sites + site + s)[:, None] * D + (h * K + k)[None, :]
-    mask = (s < later)[:, None] & (k < K)[None, :]
-    tl.store(to, tl.load(to, mask=mask, other=0.0) + acc, mask=mask)
+        here = inside[:, None] & (k < K)[None, :]
+        at = (t * D)[:, None] + (h * K + k)[None, :]
+        if SOURCE:
+            v = tl.load(tl.multiple_of(base, 16)[:, None] + at, mask=here, other=0.0).to(tl.float32)
+            given = dlr_ptr + ((t * H + h) * (later * count) + j)[None, :] + s[:, None] * count
+            dlr = tl.load(given, mask=(s < later)[:, None] & inside[None, :], other=0.0)
+            acc = tl.dot(dlr, v, acc, input_precision=PRECISION)
+        if NORM:
+            dout = tl.load(dout_ptr + at, mask=here, other=0.0).to(tl.float32)
+            readout = read_exact(readout_ptr, rest_ptr, at, here, REST)
+            rho = tl.load(rho_ptr + t, mask=inside, other=0.0)
+            dgain += tl.sum(dout * readout * rho[:, None], 0)
+    to = (part.to(tl.int64) * sites + site) * D + h * K + k
+    if SOURCE:
+        at = to[None, :] + s[:, None] * D
+        mask = (s < later)[:, None] & (k < K)[None, :]
+        tl.store(dq_ptr + at, tl.load(dq_ptr + at, mask=mask, other=0.0) + acc, mask=mask)
+    if NORM:
+        tl.store(dgain_ptr + to, dgain, mask=k < K)  # a site gives once in a backward
 
 
-def block_shape(like: Tensor, heads: int, block: int) -> dict:
+@functools.cache
+def block_shape(dtype: torch.dtype, dim: int, heads: int, block: int) -> dict:
     """The compile-time constants of the block kernels for blocks of up to ``block`` sites or sources."""
-    dim, width = like.shape[-1], like.shape[-1] // heads
+    width = dim // heads
     padded, tail = max(16, triton.next_power_of_2(width)), 0
     if padded > 256:
         padded = 128
     elif 16 < width < padded and triton.next_power_of_2(width - padded // 2) < padded // 2:
         padded, tail = padded // 2, max(16, triton.next_power_of_2(width - padded // 2))
-    exact = like.dtype == torch.float32
-    dot = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[like.dtype]
+    exact = dtype == torch.float32
+    dot = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
     return {
-        "D": dim, "H": heads, "K": width, "KM": padded, "KT": tail, "NC": 1 if tail else triton.cdiv(width, padded),
-        "SP": max(8, triton.next_power_of_2(block)), "GP": STEP, "PRECISION": "ieee", "num_warps": 1, "num_stages": 1,
-        "enable_fp_fusion": False,  # or a logit minus itself is not zero: it is a product, and would be fused
+        "D": dim, "H": heads, "K": width, "KM": padded, "KT": tail, "NC": 1 if tail else ceil(width, padded),
+        "SP": max(8, triton.next_power_of_2(block)), "GP": STEP,
         # The interpreter multiplies 16-bit matrices wrongly; it gets float32, of which no split is needed.
-        "DOT": tl.float32 if INTERPRETED else dot, "SPLIT": not (exact or INTERPRETED),
+        "DOT": tl.float32 if INTERPRETED else dot, "SPLIT": not (exact or INTERPRETED), "PRECISION": "ieee",
+        "num_warps": 1, "num_stages": 1,
+        "enable_fp_fusion": False,  # or a logit minus itself is not zero: it is a product, and would be fused
     }  # fmt: skip
 
 
-def tokens_of(x: Tensor) -> int:
-    return x[..., 0].numel()
+@functools.cache
+def query_shape(dtype: torch.dtype, dim: int, heads: int, count: int) -> dict:
+    """The compile-time constants of `query_backward` for so many sources."""
+    width, several = dim // heads, triton.next_power_of_2(count)
+    padded = min(max(16, triton.next_power_of_2(width)), 256)
+    return {
+        "D": dim, "H": heads, "K": width, "KC": padded, "NC": ceil(width, padded), "SP": STEP,
+        "TM": max(1, 32 // several), "JP": several, "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+        "num_warps": 4,
+    }  # fmt: skip
 
 
-def queries_of(q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries q ⊙ g, float32 [sites, D], as (high + low) · scale: high and low of the storage dtype, scale [sites].
+class Sections(NamedTuple):
+    """The parts of a ledger's gradient, flat; "stored" is the storage dtype, the rest float32."""
 
-    The scale is a power of two, so the parts are exact and no query is too large or too small for float16.
-    """
-    scale = torch.exp2(torch.ceil(torch.log2(q.abs().amax(1, keepdim=True).clamp_min(1e-30))))
-    high = (q / scale).to(dtype)
-    return high, (q / scale - high.float()).to(dtype), scale.flatten()
-
-
-def columns_of(part: Tensor, block: int) -> Tensor:
-    """The same part of a block's queries, [sites, D], as [D, SP], zero beyond the last site."""
-    out = part.new_zeros(part.shape[1], max(8, triton.next_power_of_2(block)))
-    out[:, : part.shape[0]] = part.T
-    return out
+    rows: Tensor  # the read-outs' gradients, stored [sites, tokens, D]
+    part: Tensor  # what later blocks send a block's sources, stored [room, tokens, D]
+    stats: Tensor  # lse and δ, [tokens, H, sites, 2]
+    radial: Tensor  # the norm's share of part, [room, tokens, H]
+    dlr: Tensor  # dlogit · r of one source, [tokens, H, room]
+    rho: Tensor  # of the norm behind one site, [tokens]
+    dq: Tensor  # the queries' gradient, [PARTS, sites, D]
+    dgain: Tensor  # the norm gains', [PARTS, sites, D]
 
 
-def dummies(q: Tensor, like: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A ledger going forward: three tensors of the right shape, of one number each that nobody reads."""
-    (sites, dim), tokens = q.shape, tokens_of(like)
-    return (
-        q.new_empty((), dtype=like.dtype).expand(sites, tokens, dim),
-        q.new_empty(()).expand(tokens, heads, sites, 2),
-        q.new_empty(()).expand(PARTS, sites, dim),
-    )
+@functools.cache
+def section_sizes(tokens: int, dim: int, sites: int, room: int, heads: int, width: int) -> list[int]:
+    """Lengths of the sections in float32 numbers, for a storage dtype of ``width`` bytes, each with room behind it."""
+    rows, part = (ceil(n * tokens * dim * width, 4) for n in (sites, room))
+    lengths = rows, part, 2 * tokens * heads * sites, room * tokens * heads, tokens * heads * room, tokens
+    return [4 * ceil(n, 4) + APART for n in (*lengths, PARTS * sites * dim, PARTS * sites * dim)]
+
+
+def sizes_for(like: Tensor, sites: int, room: int, heads: int) -> list[int]:
+    return section_sizes(tokens_of(like), like.shape[-1], sites, room, heads, stored(like).itemsize)
+
+
+def sections(ledger: Tensor, like: Tensor, sites: int, room: int, heads: int) -> Sections:
+    rows, part, *others = ledger.split_with_sizes(sizes_for(like, sites, room, heads))
+    return Sections(rows.view(stored(like)), part.view(stored(like)), *others)
+
+
+def passed_on(ledger: Tensor) -> Tensor:
+    """The dummy that stands for the ledger from here on: one number, which nobody reads."""
+    return ledger.new_empty(()).expand(ledger.shape)
+
+
+def opened(ledger: Tensor | None, like: Tensor, site: int, sites: int, room: int, heads: int) -> Tensor:
+    """The gradient of a ledger, allocated by the last site that the loss depends on; later sites weigh nothing."""
+    if ledger is not None:
+        return ledger
+    ledger = like.new_empty(sum(sizes_for(like, sites, room, heads)), dtype=torch.float32)
+    to, tokens = sections(ledger, like, sites, room, heads), tokens_of(like)
+    to.dq.zero_(), to.dgain.zero_()
+    if site + 1 < sites:
+        stats = to.stats[: 2 * tokens * heads * sites].view(tokens, heads, sites, 2)
+        stats[:, :, site + 1 :, 0] = torch.inf  # lse
+        stats[:, :, site + 1 :, 1] = 0  # δ
+        to.rows[(site + 1) * like.numel() :] = 0
+        to.part.zero_(), to.radial.zero_()
+    return ledger
 
 
 def grid(shape: dict, tokens: int) -> tuple[int]:
-    return (triton.cdiv(tokens, shape["TT"]),)
+    return (ceil(tokens, shape["TT"]),)
 
 
-# start: queries in, ledger out; the queries' gradient comes out of the ledger at the very end ------------------------
+def add_query_gradient(
+    dq: Tensor, dlr: Tensor, sources: list[Tensor], site: int, later: int, sites: int, heads: int
+) -> None:
+    """dq[:, site + s] += Σ over sources and tokens of dlr v, in PARTS parts. dlr: [tokens, H, later, sources]."""
+    like, tokens, count = sources[0], tokens_of(sources[0]), len(sources)
+    shape = query_shape(like.dtype, like.shape[-1], heads, count)
+    query_backward(
+        (ceil(later, STEP), heads * shape["NC"], PARTS),
+        addresses(sources), like, dlr, dq, None, None, None, None, None,
+        tokens, count, site, later, sites, ceil(tokens, PARTS),
+        SOURCE=True, ONE=False, REST=False, NORM=False, **shape,
+    )  # fmt: skip
+
+
+# start: queries and norm gains in, ledger out; their gradients come out of the ledger at the very end ----------------
 
 
 @operation("start")
-def start(q: Tensor, like: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A ledger for queries q ⊙ g, float32 [sites, D], and sources like this one."""
-    return dummies(q, like, heads)
+def start(q: Tensor, gains: Tensor | None, like: Tensor, room: int, heads: int) -> Tensor:
+    """A ledger for queries q ⊙ g, norm gains (both float32 [sites, D]) and sources like this one."""
+    return q.new_empty(()).expand(sum(sizes_for(like, q.shape[0], room, heads)))
 
 
 @start.fake
-def _(q, like, heads):
-    return dummies(q, like, heads)
+def _(q, gains, like, room, heads):
+    return q.new_empty(()).expand(sum(sizes_for(like, q.shape[0], room, heads)))
 
 
 def _start_setup(ctx, inputs, output):
+    q, gains, like, room, heads = inputs
     ctx.set_materialize_grads(False)
+    ctx.shape, ctx.gains, ctx.sizes = q.shape, gains is not None, sizes_for(like, q.shape[0], room, heads)
 
 
-def _start_backward(ctx, ledger, stats, dq):
-    return (None if dq is None else dq.sum(0)), None, None
-
-
-start.differentiable(_start_setup, _start_backward)
-
-
-# finish: a source that no site of its own block reads gets its r ----------------------------------------------------
-
-
-def token_of(v: Tensor) -> Tensor:
-    """Stands for a source in the graph: what is gathered for it comes back as the gradient of this."""
-    return v.new_empty(()).expand(v.shape)
-
-
-@operation("finish")
-def finish(v: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Token of a source [B, T, D], and r = 1 / sqrt(mean(v²) + eps), float32 [B, T]."""
-    r = v.new_empty(v.shape[:-1], dtype=torch.float32)
-    if v.numel():
-        shape = site_shape(v, 1)
-        norm_forward[grid(shape, tokens_of(v))](
-            v, r, tokens_of(v), eps, D=shape["D"], DP=shape["KP"], TT=shape["TT"], num_warps=shape["num_warps"]
-        )
-    return token_of(v), r
-
-
-@finish.fake
-def _(v, eps):
-    return token_of(v), v.new_empty(v.shape[:-1], dtype=torch.float32)
-
-
-@operation("finish_backward")
-def finish_backward(v: Tensor, r: Tensor, part: Tensor, dr: Tensor) -> Tensor:
-    """Gradient of a source from that of its token and of its r."""
-    dv = torch.empty_like(v, dtype=stored(v))
-    if v.numel():
-        shape = site_shape(v, 1)
-        norm_backward[grid(shape, tokens_of(v))](
-            v, r, part, dr, dv, tokens_of(v), D=shape["D"], DP=shape["KP"], TT=shape["TT"], num_warps=shape["num_warps"]
-        )
-    return dv.to(v.dtype)
-
-
-@finish_backward.fake
-def _(v, r, part, dr):
-    return torch.empty_like(v)
-
-
-def _finish_setup(ctx, inputs, output):
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(inputs[0], output[1])
-
-
-def _finish_backward(ctx, part, dr):
-    if part is None:
+def _start_backward(ctx, ledger):
+    if ledger is None:
         return None, None
-    v, r = ctx.saved_tensors
-    return finish_backward.inside(ctx)(v, r, part.contiguous(), dr.contiguous()), None
+    *_, dq, dgain = ledger.split_with_sizes(ctx.sizes)
+    dq, dgain = (x[: PARTS * ctx.shape.numel()].view(PARTS, *ctx.shape).sum(0) for x in (dq, dgain))
+    return dq, dgain if ctx.gains else None
 
 
-finish.differentiable(_finish_setup, _finish_backward)
+start.differentiable(_start_setup, _start_backward, first=2)
 
 
-# phase 1: forward only; its gradients are gathered by `publish` -----------------------------------------------------
+# begin: phase 1 of a block of sites. In the backward, the sources published here gather from all sites after them ----
 
 
-@operation("phase_one")
-def phase_one(q: Tensor, sources: list[Tensor], rs: list[Tensor], heads: int) -> tuple[Tensor, Tensor]:
-    """Read-outs of a block's sites over the finished sources, float32 [sites, B, T, D], and lse [sites, B, T, H].
+@operation("begin")
+def begin(
+    ledger: Tensor, newest: Tensor | None, halves: Tensor, scale: Tensor, sources: list[Tensor], rs: list[Tensor],
+    fresh: int, site: int, end: int, room: int, heads: int, eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Read-outs of the sites from ``site`` to ``end`` over all finished sources.
 
-    q: the sites' queries q ⊙ g, float32 [sites, D], at most 16 sites.
+    Args:
+        ledger: as it was passed on.
+        newest: the source that was written last and that no site has read yet, [B, T, D], or None.
+        halves, scale: all queries, `halves_of` them.
+        sources, rs: the older finished sources, [B, T, D] each, and r of each, float32 [B, T].
+        fresh: how many of these, the last, become readable for later blocks here; newest is another.
+        site, end: sites that share this phase 1, at most 16.
+        room, heads, eps: sources that become readable at once, at most; as in `route`.
+
+    Returns:
+        The ledger; the read-outs, float32 [end - site, B, T, D]; lse [end - site, B, T, H]; r of ``newest``.
     """
-    like, sites = sources[0], q.shape[0]
-    shape, tokens, count = block_shape(like, heads, sites), tokens_of(like), len(sources)
-    out = like.new_empty(sites, *like.shape, dtype=torch.float32)
-    lse = like.new_empty(sites, *like.shape[:-1], heads, dtype=torch.float32)
+    like = sources[0] if newest is None else newest
+    count, dim, tokens = end - site, like.shape[-1], tokens_of(like)
+    out = like.new_empty(count, *like.shape, dtype=torch.float32)
+    lse = like.new_empty(count, *like.shape[:-1], heads, dtype=torch.float32)
+    r = like.new_empty(like.shape[:-1], dtype=torch.float32)
     if tokens:
-        high, low, scale = queries_of(q, torch.float32 if INTERPRETED else like.dtype)
-        high, low, table = columns_of(high, sites), columns_of(low, sites), addresses(sources)
-        scores = None
+        if newest is not None:
+            shape = site_shape(dim, 1, tokens)
+            norm_forward(
+                grid(shape, tokens), newest, r, tokens, eps,
+                D=dim, DP=shape["KP"], TT=shape["TT"], num_warps=shape["num_warps"],
+            )  # fmt: skip
+            sources, rs = [*sources, newest], [*rs, r]
+        shape, scores, n = block_shape(like.dtype, dim, heads, count), None, len(sources)
+        columns = halves.new_zeros(2, dim, shape["SP"])
+        columns[..., :count] = halves[:, site:end].transpose(1, 2)
+        table, (high, low) = addresses(sources), columns.unbind()
         if shape["NC"] > 1:
-            scores = like.new_empty(tokens, heads, count, shape["SP"], dtype=torch.float32)
-            block_scores[tokens, heads, triton.cdiv(count, STEP)](table, like, high, low, scores, count, **shape)
-        block_forward[tokens, heads, shape["NC"]](
-            table, like, torch.stack(rs), high, low, scale, scores, out, lse, tokens, count, sites, **shape
-        )
-    return out, lse
+            scores = like.new_empty(tokens, heads, n, shape["SP"], dtype=torch.float32)
+            block_scores((tokens, heads, ceil(n, STEP)), table, like, high, low, scores, n, **shape)
+        block_forward(
+            (tokens, heads, shape["NC"]),
+            table, like, torch.stack(rs), high, low, scale, scores, out, lse, tokens, n, site, count, **shape,
+        )  # fmt: skip
+    return passed_on(ledger), out, lse, r
 
 
-@phase_one.fake
-def _(q, sources, rs, heads):
-    like, sites = sources[0], q.shape[0]
-    lse = like.new_empty(sites, *like.shape[:-1], heads, dtype=torch.float32)
-    return like.new_empty(sites, *like.shape, dtype=torch.float32), lse
+@begin.fake
+def _(ledger, newest, halves, scale, sources, rs, fresh, site, end, room, heads, eps):
+    like = sources[0] if newest is None else newest
+    out = like.new_empty(end - site, *like.shape, dtype=torch.float32)
+    return passed_on(ledger), out, out.new_empty(*out.shape[:-1], heads), out.new_empty(like.shape[:-1])
+
+
+@operation("begin_backward", mutates=("ledger",))
+def begin_backward(
+    ledger: Tensor, halves: Tensor, scale: Tensor, sources: list[Tensor], rs: list[Tensor],
+    newest: bool, site: int, room: int, heads: int,
+) -> Tensor:  # fmt: skip
+    """Enter what the sites from ``site`` on send the sources; returns the gradient of the last if it is ``newest``."""
+    like, count, sites = sources[0], len(sources), halves.shape[1]
+    dim, tokens, later = like.shape[-1], tokens_of(like), sites - site
+    dv = torch.empty_like(like, dtype=stored(like)) if newest else like.new_empty(0)
+    if tokens:
+        shape, scores = block_shape(like.dtype, dim, heads, count), None
+        to, table, r = sections(ledger, like, sites, room, heads), addresses(sources), torch.stack(rs)
+        dlr = scale.new_empty(tokens, heads, later, count)
+        high, low = halves.unbind()
+        if shape["NC"] > 1:
+            scores = scale.new_empty(tokens, heads, later, 2, shape["SP"])
+            block_scores_backward(
+                (tokens, heads, ceil(later, STEP)),
+                table, like, to.rows, high, low, scores, tokens, count, site, sites, **shape,
+            )  # fmt: skip
+        block_backward(
+            (tokens, heads, shape["NC"]),
+            table, like, r, to.rows, to.stats, high, low, scale, scores, to.part, to.radial, dlr,
+            tokens, count, site, sites, **shape,
+        )  # fmt: skip
+        add_query_gradient(to.dq, dlr, sources, site, later, sites, heads)
+        if newest:
+            shape = site_shape(dim, 1, tokens)
+            norm_backward(
+                grid(shape, tokens), sources[-1], rs[-1], to.part, to.radial, dv, tokens, count - 1,
+                D=dim, H=heads, HP=triton.next_power_of_2(heads), DP=shape["KP"], TT=shape["TT"],
+                num_warps=shape["num_warps"],
+            )  # fmt: skip
+    return dv.to(like.dtype)
+
+
+@begin_backward.fake
+def _(ledger, halves, scale, sources, rs, newest, site, room, heads):
+    return torch.empty_like(sources[0]) if newest else sources[0].new_empty(0)
+
+
+def _begin_setup(ctx, inputs, output):
+    _, newest, halves, scale, sources, rs, fresh, site, _, room, heads, _ = inputs
+    _, out, lse, r = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(out, lse, r)
+    published = len(sources) - fresh
+    sources, rs = sources[published:], rs[published:]
+    if newest is not None:
+        sources, rs = [*sources, newest], [*rs, r]
+    ctx.numbers = newest is not None, site, room, heads
+    ctx.save_for_backward(halves, scale, *sources, *rs)
+
+
+def _begin_backward(ctx, ledger, *_):
+    halves, scale, *both = ctx.saved_tensors
+    if ledger is None or not both:  # no later site has a gradient, or nothing was published
+        return ledger, None
+    n = len(both) // 2
+    dv = begin_backward.inside(ctx)(ledger, halves, scale, both[:n], both[n:], *ctx.numbers)
+    return ledger, dv if ctx.numbers[0] else None
+
+
+begin.differentiable(_begin_setup, _begin_backward, first=2)
 
 
 # read: one site; in the backward it enters its row in the ledger and finishes its newest source ---------------------
@@ -703,199 +897,121 @@ def _(q, sources, rs, heads):
 
 @operation("read")
 def read(
-    ledger: Tensor, stats: Tensor, dq: Tensor, q: Tensor, early: Tensor, early_lse: Tensor,
-    local: list[Tensor], newest: Tensor | None, site: int, end: int, heads: int, eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The read-out of one site, phase 1 (``early``) merged with the sources of its own block.
+    ledger: Tensor, newest: Tensor | None, like: Tensor, q: Tensor, gains: Tensor | None, early: Tensor,
+    early_lse: Tensor, local: list[Tensor], site: int, k: int, end: int, slot: int, room: int, heads: int, eps: float,
+    norm_eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The read-out of one site, phase 1 merged with the sources of its own block.
 
     Args:
-        ledger, stats, dq: the ledger so far.
+        ledger: as it was passed on.
+        newest: the source written before this site, [B, T, D], or None.
+        like: of the shape and dtype of a source.
         q: all queries q ⊙ g, float32 [sites, D].
-        early, early_lse: phase 1 of this site, [B, T, D] and [B, T, H].
+        gains: of the RMSNorms behind the sites, float32 [sites, D]: the read-out is given behind its norm; or None.
+        early, early_lse: phase 1 of the block, from `begin`.
         local: the older sources of the block, [B, T, D] each; their gradients are their own sites' business.
-        newest: the source written before this site, or None.
-        site, end: this site; the first that does not read ``newest`` within the block.
-        heads, eps: as in `route`.
+        site, k: this site, in the model and in the block.
+        end: the first site that does not read ``newest`` within the block.
+        slot: of ``newest`` among the sources that the next block publishes; -1 if it is none of them.
+        room, heads, eps, norm_eps: as in `begin`; of the RMSNorms.
 
     Returns:
-        The ledger, the read-out [B, T, D], its rounding rest, lse [B, T, H], and token and r of ``newest``.
+        The ledger; the read-out in the storage dtype, [B, T, D], with ``gains`` behind the norm; r of ``newest``; and
+        for the backward the read-out itself (with ``gains``, else empty), its rest and lse [B, T, H].
     """
-    sources = local if newest is None else [*local, newest]
-    shape, tokens = site_shape(early, heads), tokens_of(early)
-    like = early.new_empty(0, dtype=ledger.dtype) if newest is None else newest
-    readout = torch.empty_like(early, dtype=stored(like))
-    rest = torch.empty_like(readout) if has_rest(like) else None
-    lse, r = torch.empty_like(early_lse), early.new_empty(early.shape[:-1])
+    sources, tokens = local if newest is None else [*local, newest], tokens_of(like)
+    shape, norm = site_shape(like.shape[-1], heads, tokens), gains is not None
+    readout = torch.empty_like(like, dtype=stored(like))
+    normed = torch.empty_like(readout) if norm else None
+    rest = room_for_rest(readout, like.dtype)
+    lse = like.new_empty(*like.shape[:-1], heads, dtype=torch.float32)
+    r = like.new_empty(like.shape[:-1], dtype=torch.float32)
     if tokens:
-        site_forward[grid(shape, tokens)](
-            addresses(sources or [early]), like, q[site], early, early_lse, readout, rest,
-            lse, r, None, tokens, len(sources), eps, EARLY=True, REST=rest is not None, WEIGHTS=False, **shape,
+        read_forward(
+            grid(shape, tokens), tuple(sources) or (like,),
+            like, q, gains, early, early_lse, readout, rest, normed, lse, r, tokens, site, k, eps, norm_eps,
+            COUNT=len(sources), REST=rest is not None, NORM=norm, **shape,
         )  # fmt: skip
     readout, rest = rounded(readout, rest, like.dtype)
-    return *dummies(q, readout, heads), readout, rest, lse, token_of(readout), r
+    if norm:
+        return passed_on(ledger), normed.to(like.dtype), r, readout, rest, lse
+    return passed_on(ledger), readout, r, like.new_empty(0), rest, lse
 
 
 @read.fake
-def _(ledger, stats, dq, q, early, early_lse, local, newest, site, end, heads, eps):
-    readout = torch.empty_like(early, dtype=ledger.dtype)
-    rest = torch.empty_like(readout) if readout.dtype != torch.float32 else early.new_empty(0)
-    r = early.new_empty(early.shape[:-1])
-    return *dummies(q, readout, heads), readout, rest, torch.empty_like(early_lse), token_of(readout), r
+def _(ledger, newest, like, q, gains, early, early_lse, local, site, k, end, slot, room, heads, eps, norm_eps):
+    given, lse = torch.empty_like(like), q.new_empty(*like.shape[:-1], heads)
+    readout = like.new_empty(0) if gains is None else torch.empty_like(like)
+    return passed_on(ledger), given, q.new_empty(like.shape[:-1]), readout, fake_rest(like), lse
 
 
-@operation("read_backward", mutates=("ledger", "stats", "dq"))
+@operation("read_backward", mutates=("ledger",))
 def read_backward(
-    ledger: Tensor, stats: Tensor, dq: Tensor, dout: Tensor, readout: Tensor, rest: Tensor, lse: Tensor, q: Tensor,
-    newest: Tensor | None, r: Tensor, part: Tensor | None, dr: Tensor | None, site: int, end: int, heads: int,
+    ledger: Tensor, dout: Tensor, readout: Tensor, rest: Tensor, lse: Tensor, q: Tensor, gains: Tensor | None,
+    newest: Tensor | None, site: int, end: int, slot: int, room: int, heads: int, eps: float, norm_eps: float,
 ) -> Tensor:  # fmt: skip
     """Enter this site's row in the ledger; returns the gradient of the newest source (empty without one)."""
-    shape, tokens, count = site_shape(readout, heads), tokens_of(readout), end - site
-    source, there = newest is not None, rest.numel() > 0
+    tokens, dim, sites, count = tokens_of(readout), readout.shape[-1], q.shape[0], end - site
+    source, norm = newest is not None, gains is not None
     dv = torch.empty_like(readout, dtype=stored(readout)) if source else readout.new_empty(0)
     if tokens:
-        dlr = q.new_empty(tokens, heads, count) if source else None
-        source_backward[grid(shape, tokens)](
-            dout, readout, rest if there else None, lse, ledger, stats, newest, r, q[site:], part, dr, dv, dlr,
-            tokens, site, count, q.shape[0], SOURCE=source, PART=part is not None, REST=there, **shape,
+        to = sections(ledger, readout, sites, room, heads)
+        held = rest if rest.numel() else None
+        shape = site_shape(dim, heads, tokens)
+        source_backward(
+            grid(shape, tokens),
+            dout, readout, held, lse, newest, q, gains, to.rows, to.stats, to.part, to.radial, to.dlr, to.rho, dv,
+            tokens, site, slot, count, sites, eps, norm_eps,
+            SOURCE=source, PART=slot >= 0, REST=held is not None, NORM=norm, **shape,
         )  # fmt: skip
-        if source:
-            add_query_gradient(dq, dlr, [newest], site, heads)
+        if source or norm:
+            shape = query_shape(readout.dtype, dim, heads, 1)
+            query_backward(
+                (1, heads * shape["NC"], PARTS),
+                newest, readout, to.dlr, to.dq, dout, readout, held, to.rho, to.dgain,
+                tokens, 1, site, count, sites, ceil(tokens, PARTS),
+                SOURCE=source, ONE=True, REST=held is not None, NORM=norm, **shape,
+            )  # fmt: skip
     return dv.to(readout.dtype)
 
 
 @read_backward.fake
-def _(ledger, stats, dq, dout, readout, rest, lse, q, newest, r, part, dr, site, end, heads):
+def _(ledger, dout, readout, rest, lse, q, gains, newest, *numbers):
     return torch.empty_like(readout) if newest is not None else readout.new_empty(0)
 
 
-def add_query_gradient(dq: Tensor, dlr: Tensor, sources: list[Tensor], site: int, heads: int) -> None:
-    """dq[:, site + s] += Σ over sources and tokens of dlr v, in PARTS parts. dlr: [tokens, H, later, sources]."""
-    like, count = sources[0], len(sources)
-    tokens, dim = tokens_of(like), like.shape[-1]
-    later, width = dlr.numel() // (tokens * heads * count), dim // heads
-    chunk, several = triton.cdiv(tokens, PARTS), triton.next_power_of_2(count)
-    padded = min(max(16, triton.next_power_of_2(width)), 256)
-    chunks = triton.cdiv(width, padded)
-    query_backward[triton.cdiv(later, STEP), heads * chunks, PARTS](
-        addresses(sources), like, dlr, dq, tokens, count, site, later, dq.shape[1], chunk,
-        D=dim, H=heads, K=width, KC=padded, NC=chunks, SP=STEP, TM=max(1, 32 // several), JP=several,
-        PRECISION="ieee" if like.dtype == torch.float32 else "tf32", num_warps=4,
-    )  # fmt: skip
-
-
-def opened(
-    ledger: Tensor | None, stats: Tensor | None, dq: Tensor | None, q: Tensor, like: Tensor, heads: int, site: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of a ledger, allocated by the last site that the loss depends on; later sites weigh nothing."""
-    if ledger is not None:
-        return ledger, stats, dq
-    (sites, dim), tokens = q.shape, tokens_of(like)
-    ledger = q.new_empty(sites, tokens, dim, dtype=stored(like))
-    stats = q.new_empty(tokens, heads, sites, 2)
-    if site + 1 < sites:
-        ledger[site + 1 :] = 0
-        stats[:, :, site + 1 :, 0] = torch.inf  # lse
-        stats[:, :, site + 1 :, 1] = 0  # δ
-    return ledger, stats, q.new_zeros(PARTS, sites, dim)
-
-
 def _read_setup(ctx, inputs, output):
-    _, _, _, q, _, _, local, newest, ctx.site, ctx.end, ctx.heads, _ = inputs
-    ctx.local = len(local)
-    _, _, _, readout, rest, lse, _, r = output
+    _, newest, _, q, gains, _, _, _, site, _, end, slot, room, heads, eps, norm_eps = inputs
+    _, given, r, readout, rest, lse = output
+    ctx.numbers = site, end, slot, room, heads, eps, norm_eps
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(rest, lse)
-    ctx.save_for_backward(q, readout, rest, lse, r, newest)
+    ctx.mark_non_differentiable(r)
+    ctx.save_for_backward(q, gains, given if gains is None else readout, rest, lse, newest)
 
 
-def _read_backward(ctx, ledger, stats, dq, dout, _rest, _lse, part, dr):
-    q, readout, rest, lse, r, newest = ctx.saved_tensors
-    ledger, stats, dq = opened(ledger, stats, dq, q, readout, ctx.heads, ctx.site)
-    dout = torch.zeros_like(readout) if dout is None else dout.contiguous()
-    part, dr = (None, None) if part is None else (part.contiguous(), dr.contiguous())
-    dv = read_backward.inside(ctx)(
-        ledger, stats, dq, dout, readout, rest, lse, q, newest, r, part, dr, ctx.site, ctx.end, ctx.heads
-    )
-    dv = None if newest is None else dv
-    return ledger, stats, dq, None, None, None, [None] * ctx.local, dv, None, None, None, None
+def _read_backward(ctx, ledger, dout, *_):
+    q, gains, readout, rest, lse, newest = ctx.saved_tensors
+    site, _, _, room, heads, *_ = ctx.numbers
+    ledger = opened(ledger, readout, site, q.shape[0], room, heads)
+    dout = torch.zeros_like(readout) if dout is None else laid_out(dout, readout.dtype)
+    dv = read_backward.inside(ctx)(ledger, dout, readout, rest, lse, q, gains, newest, *ctx.numbers)
+    return ledger, None if newest is None else dv
 
 
-read.differentiable(_read_setup, _read_backward)
+read.differentiable(_read_setup, _read_backward, first=2, shown=3)
 
 
-# publish: in the backward, a block's sources gather from all later sites --------------------------------------------
+def halves_of(q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Queries q ⊙ g, float32 [sites, D], as (high + low) · scale: [2, sites, D] of the storage dtype, and [sites].
 
-
-@operation("publish")
-def publish(
-    ledger: Tensor, stats: Tensor, dq: Tensor, q: Tensor, tokens: list[Tensor], rs: list[Tensor],
-    sources: list[Tensor], site: int, heads: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Make sources readable by the sites from ``site`` on: nothing to do forward. At most 16 sources.
-
-    Args:
-        ledger, stats, dq: the ledger so far.
-        q: all queries q ⊙ g, float32 [sites, D].
-        tokens, rs: of the sources; they carry the gradients.
-        sources: [B, T, D] each; they carry none.
-        site, heads: the first site that reads them; depth heads.
+    The scale is a power of two, so the parts are exact and no query is too large or too small for float16.
     """
-    return dummies(q, sources[0], heads)
-
-
-@publish.fake
-def _(ledger, stats, dq, q, tokens, rs, sources, site, heads):
-    return dummies(q, sources[0], heads)
-
-
-@operation("publish_backward", mutates=("dq",))
-def publish_backward(
-    ledger: Tensor, stats: Tensor, dq: Tensor, q: Tensor, sources: list[Tensor], rs: list[Tensor], site: int, heads: int
-) -> tuple[Tensor, Tensor]:
-    """What later sites send the sources, [N, B, T, D], and their r, float32 [N, B, T]."""
-    like, count, sites = sources[0], len(sources), q.shape[0]
-    shape, tokens, later = block_shape(like, heads, count), tokens_of(like), sites - site
-    dv = like.new_empty(count, *like.shape, dtype=stored(like))
-    radial = q.new_empty(count, *like.shape[:-1], heads)
-    r = torch.stack(rs)
-    if tokens:
-        high, low, scale = queries_of(q, torch.float32 if INTERPRETED else like.dtype)
-        table, dlr, scores = addresses(sources), q.new_empty(tokens, heads, later, count), None
-        if shape["NC"] > 1:
-            scores = q.new_empty(tokens, heads, later, 2, shape["SP"])
-            block_scores_backward[tokens, heads, triton.cdiv(later, STEP)](
-                table, like, ledger, high, low, scores, tokens, count, site, sites, **shape
-            )
-        block_backward[tokens, heads, shape["NC"]](
-            table, like, r, ledger, stats, high, low, scale, scores, dv, radial, dlr,
-            tokens, count, site, sites, **shape,
-        )  # fmt: skip
-        add_query_gradient(dq, dlr, sources, site, heads)
-    return dv.to(like.dtype), radial.sum(-1) / r
-
-
-@publish_backward.fake
-def _(ledger, stats, dq, q, sources, rs, site, heads):
-    like = sources[0]
-    return like.new_empty(len(sources), *like.shape), q.new_empty(len(sources), *like.shape[:-1])
-
-
-def _publish_setup(ctx, inputs, output):
-    _, _, _, q, _, rs, sources, ctx.site, ctx.heads = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, *sources, *rs)
-
-
-def _publish_backward(ctx, ledger, stats, dq):
-    q, *rest = ctx.saved_tensors
-    sources, rs = rest[: len(rest) // 2], rest[len(rest) // 2 :]
-    if ledger is None:  # no later site has a gradient, so the sources get none from there
-        return None, None, None, None, [None] * len(rs), [None] * len(rs), [None] * len(rs), None, None
-    dv, dr = publish_backward.inside(ctx)(ledger, stats, dq, q, sources, rs, ctx.site, ctx.heads)
-    return ledger, stats, dq, None, list(dv.unbind()), list(dr.unbind()), [None] * len(rs), None, None
-
-
-publish.differentiable(_publish_setup, _publish_backward)
+    dtype = torch.float32 if INTERPRETED else dtype
+    scale = torch.exp2(torch.ceil(torch.log2(q.abs().amax(1, keepdim=True).clamp_min(1e-30))))
+    q = q / scale
+    high = q.to(dtype)
+    return torch.stack((high, (q - high.float()).to(dtype))), scale.flatten()
 
 
 class TwoPhase:
@@ -906,72 +1022,98 @@ class TwoPhase:
         embedding: the first source, [B, T, D].
         heads, eps: as in `route`.
         block: sites that share a phase 1, 1 to 16; it changes the order of the work, not the result.
+        norms: the RMSNorm behind every site, of the embedding's dtype, for `read_normed`.
     """
 
-    def __init__(self, q: Tensor, embedding: Tensor, heads: int, eps: float, block: int):
+    def __init__(
+        self, q: Tensor, embedding: Tensor, heads: int, eps: float, block: int, norms: Sequence[nn.RMSNorm] = ()
+    ):
         check_runnable(embedding.dtype, embedding.device)
-        self.dtype = embedding.dtype  # of every source
-        self.scaled, self.q, self.heads, self.eps, self.block = q, q.detach(), heads, eps, block
-        self.ledger = start(q, embedding, heads)
-        self.site = 0
-        self.end = 0  # of the block of sites
-        self.done: list[tuple[Tensor, Tensor, Tensor]] = []  # source, token and r of every source of earlier blocks
-        self.fresh: list[tuple[Tensor, Tensor, Tensor]] = []  # of this block
+        embedding = laid_out(embedding, embedding.dtype)
+        gains = torch.stack([norm.weight for norm in norms]).float() if norms else None
+        self.norms, self.gains = norms, gains.detach() if norms else None
+        self.norm_eps = norms[0].eps if norms else 0.0
+        self.q, self.heads, self.eps, self.block = q.detach(), heads, eps, block
+        self.like = embedding.detach()  # every source has its shape, layout and dtype
+        self.ledger = start(q, gains, self.like, self.room, heads)
+        self.halves, self.scale = halves_of(self.q, embedding.dtype)
+        self.site = self.end = 0  # the next site, and the end of its block
+        self.done: list[Tensor] = []  # the sources that are read in phase 1,
+        self.local: list[Tensor] = []  # those of this block that were read since,
+        self.rs: list[Tensor] = []  # and r of all of them
         self.write(embedding)
 
+    @property
+    def room(self) -> int:
+        """Sources that become readable at once, at most."""
+        return self.block
+
     def write(self, output: Tensor) -> None:
-        self.newest = laid_out(output, self.dtype)
+        self.newest: Tensor | None = laid_out(output, self.like.dtype)
 
     def read(self) -> Tensor:
+        """The read-out of the next site, [B, T, D]."""
+        return self.next(None)
+
+    def read_normed(self, norm: nn.RMSNorm) -> Tensor:
+        """``norm(read())``, by one kernel if the norm is the next of ``norms``."""
+        return self.next(self.gains) if self.norms and norm is self.norms[self.site] else norm(self.read())
+
+    def next(self, gains: Tensor | None) -> Tensor:
         newest = self.newest
         if self.site == self.end:
-            self.fresh.append((newest.detach(), *finish(newest, self.eps)))
-            self.begin(min(self.site + self.block, len(self.q)))
+            self.begin(newest, min(self.site + self.block, len(self.q)))
             newest = None
-        readout, token, r = self.merge([v for v, _, _ in self.fresh], newest, self.end)
+        published = newest is not None and self.end < len(self.q)
+        readout, r = self.merge(newest, self.end, len(self.local) if published else -1, gains)
         if newest is not None:
-            self.fresh.append((newest.detach(), token, r))
+            self.local.append(newest.detach())
+            self.rs.append(r)
         return readout
 
-    def begin(self, end: int) -> None:
+    def begin(self, newest: Tensor | None, end: int) -> None:
         """Publish the block's sources to all later sites, and make phase 1 for the sites up to ``end``."""
-        self.end, self.first = end, self.site
-        if self.fresh:
-            sources, tokens, rs = map(list, zip(*self.fresh))
-            self.ledger = publish(*self.ledger, self.q, tokens, rs, sources, self.site, self.heads)
-            self.done, self.fresh = self.done + self.fresh, []
-        sources, _, rs = map(list, zip(*self.done))
-        rs = [r.detach() for r in rs]
-        self.early, self.early_lse = phase_one(self.q[self.site : end], sources, rs, self.heads)
+        sources, fresh = self.done + self.local, len(self.local)
+        self.ledger, self.early, self.early_lse, r = begin(
+            self.ledger, newest, self.halves, self.scale, sources, self.rs, fresh,
+            self.site, end, self.room, self.heads, self.eps,
+        )  # fmt: skip
+        if newest is not None:
+            sources.append(newest.detach())
+            self.rs.append(r)
+        self.done, self.local, self.first, self.end = sources, [], self.site, end
 
-    def merge(self, local: list[Tensor], newest: Tensor | None, end: int) -> tuple[Tensor, Tensor, Tensor]:
-        k = self.site - self.first
-        *ledger, readout, _, _, token, r = read(
-            *self.ledger, self.q, self.early[k], self.early_lse[k], local, newest, self.site, end, self.heads, self.eps
-        )
-        self.ledger = ledger
+    def merge(self, newest: Tensor | None, end: int, slot: int, gains: Tensor | None) -> tuple[Tensor, Tensor]:
+        self.ledger, readout, r = read(
+            self.ledger, newest, self.like, self.q, gains, self.early, self.early_lse, self.local,
+            self.site, self.site - self.first, end, slot, self.room, self.heads, self.eps, self.norm_eps,
+        )  # fmt: skip
         self.site += 1
-        return readout, token, r
+        return readout, r
 
 
 class TwoPhaseBlock(TwoPhase):
     """The same for Block AttnRes with blocks of ``block`` sublayers: a block's sites share a phase 1, 16 at a time."""
 
-    def __init__(self, q: Tensor, embedding: Tensor, heads: int, eps: float, block: int):
+    def __init__(self, *arguments):
         self.partial: Tensor | None = None
-        self.written = block - 1  # the embedding is a source by itself
-        super().__init__(q, embedding, heads, eps, block)
+        self.written = -1  # sublayers in the partial sum; the embedding, written first, is a source by itself
+        super().__init__(*arguments)
+
+    @property
+    def room(self) -> int:
+        return 1
 
     def write(self, output: Tensor) -> None:
         self.partial = output if self.partial is None else self.partial + output
         self.written += 1
-        if self.written == self.block:
-            v = laid_out(self.partial, self.dtype)
-            self.fresh.append((v.detach(), *finish(v, self.eps)))
+        self.newest = laid_out(self.partial, self.like.dtype)
+        if self.written in (0, self.block):
             self.partial, self.written, self.end = None, 0, self.site
 
-    def read(self) -> Tensor:
+    def next(self, gains: Tensor | None) -> Tensor:
+        newest, finished = self.newest, self.partial is None
         if self.site == self.end:
-            self.begin(min(self.site + min(self.block - self.written, LARGEST), len(self.q)))
-        newest = None if self.partial is None else laid_out(self.partial, self.dtype)
-        return self.merge([], newest, self.site + 1)[0]
+            end = self.site + min(self.block - self.written, LARGEST)
+            self.begin(newest if finished else None, min(end, len(self.q)))
+        return self.merge(None if finished else newest, self.site + 1, -1, gains)[0]

@@ -179,8 +179,12 @@ class Depth(nn.Module):
                 streams.copy_(torch.eye(STREAMS))
                 write.fill_(1)
 
-    def forward(self, embedding: Tensor):
+    def forward(self, embedding: Tensor, norms: Sequence[nn.RMSNorm] = ()):
         """One forward pass over the embedding [B, T, D]: an object with ``read()`` and ``write(output)``.
+
+        Args:
+            embedding: the first source.
+            norms: the norm behind every site, for an ``impl`` that can apply it as it reads, see `read_normed`.
 
         Raises:
             RuntimeError: an ``impl`` other than eager where Triton is not installed or cannot run.
@@ -193,4 +197,9 @@ class Depth(nn.Module):
             raise RuntimeError(
                 f"impl={self.impl!r} needs Triton, which exists for Linux ({error}); accepted here: impl='eager'"
             ) from error
-        return fast.SCHEMES[self.residual, self.impl](self, embedding)
+        return fast.SCHEMES[self.residual, self.impl](self, embedding, norms)
+
+
+def read_normed(scheme, norm: nn.RMSNorm) -> Tensor:
+    """``norm(scheme.read())``; two-phase kernels do both at once."""
+    return scheme.read_normed(norm) if hasattr(scheme, "read_normed") else norm(scheme.read())

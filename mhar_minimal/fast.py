@@ -6,10 +6,11 @@ Sources are stored in the embedding's dtype, what a sublayer writes in another (
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mhar_minimal.kernels import fused
 from mhar_minimal.kernels.two_phase import LARGEST, TwoPhase, TwoPhaseBlock
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 class FusedFull:
     """Full AttnRes, a kernel per site: every site reads every source again."""
 
-    def __init__(self, depth: Depth, embedding: Tensor):
+    def __init__(self, depth: Depth, embedding: Tensor, norms: Sequence[nn.RMSNorm] = ()):
         self.depth, self.site = depth, 0
         self.sources = [embedding]
 
@@ -40,7 +41,7 @@ class FusedFull:
 class FusedBlock(FusedFull):
     """Block AttnRes, a kernel per site."""
 
-    def __init__(self, depth: Depth, embedding: Tensor):
+    def __init__(self, depth: Depth, embedding: Tensor, norms: Sequence[nn.RMSNorm] = ()):
         super().__init__(depth, embedding)
         self.partial: Tensor | None = None
         self.written = 0
@@ -61,13 +62,22 @@ def scaled_queries(depth: Depth) -> Tensor:
     return (torch.stack(tuple(depth.query)) * torch.stack(tuple(depth.gain))).float()
 
 
-def two_phase_full(depth: Depth, embedding: Tensor) -> TwoPhase:
+def two_phase_full(depth: Depth, embedding: Tensor, norms: Sequence[nn.RMSNorm] = ()) -> TwoPhase:
     q = scaled_queries(depth)
-    return TwoPhase(q, embedding, depth.heads, depth.eps, schedule(*q.shape, depth.heads))
+    size = schedule(*q.shape, depth.heads)
+    return TwoPhase(q, embedding, depth.heads, depth.eps, size, applicable(norms, embedding.dtype))
 
 
-def two_phase_block(depth: Depth, embedding: Tensor) -> TwoPhaseBlock:
-    return TwoPhaseBlock(scaled_queries(depth), embedding, depth.heads, depth.eps, depth.block_size)
+def two_phase_block(depth: Depth, embedding: Tensor, norms: Sequence[nn.RMSNorm] = ()) -> TwoPhaseBlock:
+    norms = applicable(norms, embedding.dtype)
+    return TwoPhaseBlock(scaled_queries(depth), embedding, depth.heads, depth.eps, depth.block_size, norms)
+
+
+def applicable(norms: Sequence[nn.RMSNorm], dtype: torch.dtype) -> Sequence[nn.RMSNorm]:
+    """The norms, if a kernel may stand in for all of them: none if one of another dtype, or with a hook on it."""
+    if any(n.weight.dtype != dtype or n._forward_hooks or n._forward_pre_hooks for n in norms):
+        return ()
+    return norms
 
 
 def schedule(sites: int, dim: int, heads: int) -> int:

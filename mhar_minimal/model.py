@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mhar_minimal.config import Config
-from mhar_minimal.depth import Depth
+from mhar_minimal.depth import Depth, read_normed
 
 INIT_STD = 0.02
 
@@ -112,11 +112,12 @@ class Model(nn.Module):
         if tokens.shape[1] > self.config.context:
             raise ValueError(f"tokens has length {tokens.shape[1]}; accepted: up to context={self.config.context}")
         rotation = self.rotation[:, : tokens.shape[1]]
-        depth = self.depth(self.embedding(tokens))
+        norms = [norm for layer in self.layers for norm in (layer.attn_norm, layer.mlp_norm)]
+        depth = self.depth(self.embedding(tokens), [*norms, self.norm])
         for layer in self.layers:
-            depth.write(layer.attn(layer.attn_norm(depth.read()), rotation))
-            depth.write(layer.mlp(layer.mlp_norm(depth.read())))
-        return F.linear(self.norm(depth.read()), self.embedding.weight)
+            depth.write(layer.attn(read_normed(depth, layer.attn_norm), rotation))
+            depth.write(layer.mlp(read_normed(depth, layer.mlp_norm)))
+        return F.linear(read_normed(depth, self.norm), self.embedding.weight)
 
     def parameter_count(self) -> int:
         """Number of parameters, the tied embedding counted once."""

@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mhar_minimal import Config, Model
 from mhar_minimal.data import load_corpus
-from mhar_minimal.kernels import fused, two_phase
+from mhar_minimal.kernels import fused, launch, two_phase
 from mhar_minimal.train import Recipe, train
 
 IMPLS = ["fused", "two_phase"]
@@ -357,55 +357,52 @@ def test_training_is_eager_training(residual, tmp_path, monkeypatch):
 # the operators, and what they launch
 
 
-def test_operators_are_what_they_declare():
-    """PyTorch's own check of schema, fake tensors and autograd; `start`, `read` and `publish` return dummies of random
+@pytest.mark.parametrize("normed", [False, True])
+def test_operators_are_what_they_declare(normed):
+    """PyTorch's own check of schema, fake tensors and autograd; `start`, `begin` and `read` return dummies of random
     content, so the comparison of compiled with direct results is left to the models above.
     """
-    ops = torch.ops.mhar
+    ops, opcheck = torch.ops.mhar, torch.library.opcheck
     static = ("test_schema", "test_autograd_registration", "test_faketensor")
-    c, heads, shape = 3, 2, (1, 1, 12)
-    q = torch.randn(c, 12, device=DEVICE, requires_grad=True)
-    plain = q.detach()
-    sources = [torch.randn(shape, device=DEVICE, requires_grad=True) for _ in range(2)]
-    loose = [s.detach() for s in sources]
+    c, heads, shape, room = 5, 2, (1, 1, 12), 2
+    q = torch.randn(c, 12, device=DEVICE)
+    gains = torch.randn(c, 12, device=DEVICE) if normed else None
+    sources = [torch.randn(shape, device=DEVICE) for _ in range(3)]
     dout = torch.randn(shape, device=DEVICE)
-    token, r = ops.finish(loose[0], EPS)
-    rs = [ops.finish(s, EPS)[1] for s in loose]
-    ledger = [x.requires_grad_() for x in ops.start(plain, loose[0], heads)]
-    real = [torch.zeros(x.shape, device=DEVICE) for x in ledger]
-    early, early_lse = ops.phase_one(plain, loose, rs, heads)
     for weigh in (False, True):
-        torch.library.opcheck(ops.site, (q[0].detach().requires_grad_(), sources, heads, EPS, weigh))
-    readout, rest, lse, _ = ops.site(plain[0], loose, heads, EPS, False)
-    torch.library.opcheck(ops.site_backward, (plain[0], loose, dout, readout, rest, lse, heads, EPS))
-    torch.library.opcheck(ops.finish, (sources[0], EPS), test_utils=static)
-    torch.library.opcheck(ops.finish_backward, (loose[0], r, dout, torch.randn_like(r)))
-    torch.library.opcheck(ops.phase_one, (plain, loose, rs, heads))
-    torch.library.opcheck(ops.start, (q, loose[0], heads), test_utils=static)
-    for newest, local in ((sources[1], loose[:1]), (None, loose)):
-        end = 2 if newest is None else 3
-        args = (*ledger, plain, early[1], early_lse[1], local, newest, 1, end, heads, EPS)
-        torch.library.opcheck(ops.read, args, test_utils=static)
-        *_, readout, rest, lse, _, r = ops.read(*args[:4], early[1], early_lse[1], local, newest, 1, end, heads, EPS)
-        args = (*real, dout, readout.detach(), rest, lse, plain, None if newest is None else loose[1], r.detach())
-        part = (None, None) if newest is None else (dout, torch.randn_like(r))
-        torch.library.opcheck(ops.read_backward, (*args, *part, 1, end, heads))
-    tokens, grads = [token.detach().requires_grad_() for _ in rs], [r.detach().requires_grad_() for r in rs]
-    torch.library.opcheck(ops.publish, (*ledger, plain, tokens, grads, loose, 1, heads), test_utils=static)
-    torch.library.opcheck(ops.publish_backward, (*real, plain, loose, rs, 1, heads))
+        leaves = [s.clone().requires_grad_() for s in sources]
+        opcheck(ops.site, (q[0].clone().requires_grad_(), leaves, heads, EPS, weigh))
+    readout, rest, lse, _ = ops.site(q[0], sources, heads, EPS, False)
+    opcheck(ops.site_backward, (q[0], sources, dout, readout, rest, lse, heads, EPS))
+    leaves = [None if x is None else x.clone().requires_grad_() for x in (q, gains)]
+    opcheck(ops.start, (*leaves, sources[0], room, heads), test_utils=static)
+    ledger = ops.start(q, gains, sources[0], room, heads).requires_grad_()
+    real = two_phase.opened(None, sources[0], 3, c, room, heads).zero_()
+    halves, scale = two_phase.halves_of(q, torch.float32)
+    rs = [torch.ones(1, 1, device=DEVICE)] * 2
+    for newest in (sources[2].clone().requires_grad_(), None):
+        args = (halves, scale, sources[:2], rs, 1, 2, 4, room, heads)
+        opcheck(ops.begin, (ledger, newest, *args, EPS), test_utils=static)
+        _, early, early_lse, _ = ops.begin(ledger, newest, *args, EPS)
+        opcheck(ops.begin_backward, (real, halves, scale, sources[:2], rs, newest is not None, 2, room, heads))
+        args = (sources[0], q, gains, early, early_lse, sources[:1], 3, 1, 4, 0, room, heads, EPS, EPS)
+        opcheck(ops.read, (ledger, newest, *args), test_utils=static)
+        _, given, _, readout, rest, lse = (x.detach() for x in ops.read(ledger, newest, *args))
+        newest = None if newest is None else newest.detach()
+        args = (readout if normed else given, rest, lse, q, gains, newest, 3, 4, 0, room, heads, EPS, EPS)
+        opcheck(ops.read_backward, (real, dout, *args))
 
 
 @pytest.fixture
 def launches(monkeypatch):
     """How often each kernel was launched, by name."""
-    counted, kind = collections.Counter(), type(fused.site_forward)
-    run = kind.run
+    counted, call = collections.Counter(), launch.Kernel.__call__
 
     def counting(kernel, *args, **kwargs):
-        counted[kernel.fn.__name__] += 1
-        return run(kernel, *args, **kwargs)
+        counted[kernel.jit.fn.__name__] += 1
+        return call(kernel, *args, **kwargs)
 
-    monkeypatch.setattr(kind, "run", counting)
+    monkeypatch.setattr(launch.Kernel, "__call__", counting)
     return counted
 
 
@@ -431,16 +428,13 @@ def test_what_runs_is_kernels(residual, launches, monkeypatch):
     assert launched(launches, "fused", residual, block_size=block_size) == (
         {"site_forward": 7}, {"site_backward": 7},
     )  # fmt: skip
-    if residual == "full":
-        monkeypatch.setattr("mhar_minimal.fast.schedule", lambda *_: 3)  # blocks of 3, 3 and 1 sites
-        finished, with_source = 3, 4
-    else:
-        finished, with_source = 3, 4  # the embedding and two blocks; a partial sum is read at 4 sites
+    monkeypatch.setattr("mhar_minimal.fast.schedule", lambda *_: 3)  # blocks of 3, 3 and 1 sites, in Block as well
+    with_source = 4  # sites at which a source of their own block, or its partial sum, is read
     for dim, chunked in ((12, {}), (300, {"block_scores": 3})):
         forward, backward = launched(launches, "two_phase", residual, dim=dim, block_size=block_size)
-        assert forward == {"norm_forward": finished, "block_forward": 3, "site_forward": 7} | chunked
+        assert forward == {"norm_forward": 3, "block_forward": 3, "read_forward": 7} | chunked
         assert backward == {
-            "source_backward": 7, "block_backward": 3, "norm_backward": finished,
+            "source_backward": 7, "block_backward": 3, "norm_backward": 3,
             "query_backward": with_source + 3,
         } | {f"{kernel}_backward": count for kernel, count in chunked.items()}  # fmt: skip
 
@@ -449,8 +443,8 @@ def test_what_runs_is_kernels(residual, launches, monkeypatch):
 @pytest.mark.parametrize("name", ["eager", *IMPLS])
 def test_a_model_runs_what_its_impl_says(name, residual, launches):
     model(small(residual, impl=name))(TOKENS)
-    assert launches["site_forward"] == (0 if name == "eager" else 5)
-    assert bool(launches["block_forward"]) == (name == "two_phase")
+    kernels = {"site_forward", "block_forward", "read_forward"} & launches.keys()
+    assert kernels == {"eager": set(), "fused": {"site_forward"}, "two_phase": {"block_forward", "read_forward"}}[name]
 
 
 # where kernels cannot run
@@ -458,8 +452,7 @@ def test_a_model_runs_what_its_impl_says(name, residual, launches):
 
 @either
 def test_without_a_gpu_and_without_the_interpreter_there_is_an_error_and_no_fallback(name, monkeypatch):
-    for module in (fused, two_phase):
-        monkeypatch.setattr(module, "INTERPRETED", False)
+    monkeypatch.setattr(launch, "INTERPRETED", False)
     with pytest.raises(RuntimeError, match=r"cannot run on device 'cpu': .*impl='eager', or set TRITON_INTERPRET=1"):
         model(small(impl=name)).cpu()(TOKENS.cpu())
 

@@ -40,6 +40,17 @@ def test_block(dim, heads, dtype):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("residual", "dim", "heads"), [("full", 36, 3), ("full", 160, 1), ("block", 24, 2)])
+def test_behind_norms(residual, dim, heads, dtype):
+    """The sublayers' norms, applied as the sites read: also the gradients of their gains."""
+    kernels = scheduled(2) if residual == "full" else impl("two_phase", "block")
+    assert_as_exact_as_eager(
+        all_sites(kernels, heads, 2), all_sites(impl("eager", residual), heads, 2), dtype,
+        sites=5, sources=5, dim=dim, heads=heads, shape=(1, 2), normed=True,
+    )  # fmt: skip
+
+
 def test_the_widest_model():
     """D = 8192 in one head: 64 chunks."""
     assert_as_exact_as_eager(
@@ -81,7 +92,7 @@ def test_many_tokens():
     """More than a program of the site kernels takes, and an odd number in every part of the queries' gradient."""
     assert_as_exact_as_eager(
         all_sites(scheduled(3), 1), all_sites(impl("eager", "full"), 1), torch.float32,
-        sites=3, sources=3, dim=6, heads=1, shape=(1, 67),
+        sites=3, sources=3, dim=6, heads=1, shape=(1, 67), normed=True,
     )  # fmt: skip
 
 
