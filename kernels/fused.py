@@ -32,8 +32,9 @@ from mhar_minimal.kernels.launch import (
     kernel,
     laid_out,
     operation,
-    site_shape,
+    site_constants,
     stored,
+    together,
     tokens_of,
 )
 
@@ -220,17 +221,16 @@ def site(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Read-out [B, T, D], what rounding took from it, lse [B, T, H], and (if ``weigh``) weights [N, B, T, H]."""
     like = sources[0]
-    tokens, dim = tokens_of(like), like.shape[-1]
-    shape = site_shape(dim, heads, tokens)
+    tokens = tokens_of(like)
     readout = torch.empty_like(like, dtype=stored(like))
     rest = room_for_rest(readout, like.dtype)
     lse = like.new_empty(*like.shape[:-1], heads, dtype=torch.float32)
     weights = lse.new_empty(len(sources), *lse.shape) if weigh else lse.new_empty(0)
     if tokens:
+        tt = together(tokens)
         site_forward(
-            (ceil(tokens, shape["TT"]),),
+            (ceil(tokens, tt), 1, 1), site_constants(like.shape[-1], heads, tt, REST=rest is not None, WEIGHTS=weigh),
             addresses(sources), like, q, readout, rest, lse, weights if weigh else None, tokens, len(sources), eps,
-            REST=rest is not None, WEIGHTS=weigh, **shape,
         )  # fmt: skip
     return *rounded(readout, rest, like.dtype), lse, weights
 
@@ -259,15 +259,16 @@ def site_gradients(
     """Gradients of q ⊙ g, float32 [D], and of the sources, [N, B, T, D]."""
     like = sources[0]
     tokens = tokens_of(like)
-    shape = site_shape(like.shape[-1], heads, tokens)
-    chunk = ceil(tokens, PROGRAMS * shape["TT"]) * shape["TT"]
+    tt = together(tokens)
+    chunk = max(1, ceil(tokens, PROGRAMS * tt)) * tt
+    parts = ceil(tokens, chunk)
     dv = torch.empty(len(sources), *like.shape, dtype=stored(like), device=like.device)
-    programs = ceil(tokens, chunk) if tokens else 0
-    dq = q.new_empty(programs, shape["D"])
+    dq = q.new_empty(parts, like.shape[-1])
     if tokens:
         site_backward(
-            (programs,), addresses(sources), like, q, dout, readout, rest if rest.numel() else None, lse, dv, dq,
-            tokens, len(sources), chunk, eps, REST=rest.numel() > 0, **shape,
+            (parts, 1, 1), site_constants(like.shape[-1], heads, tt, REST=rest.numel() > 0),
+            addresses(sources), like, q, dout, readout, rest if rest.numel() else None, lse, dv, dq,
+            tokens, len(sources), chunk, eps,
         )  # fmt: skip
     return dq.sum(0), dv.to(like.dtype)
 

@@ -10,54 +10,56 @@ import triton.language as tl
 from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}  # of sources
 BATCH = 16  # addresses that one launch lays out
+NONE: dict = {}  # constants
 
 
 class Kernel:
-    """A Triton kernel: ``kernel(grid, *arguments, **constants)``.
+    """A Triton kernel: ``kernel(grid, constants, *arguments)``.
 
     At every launch Triton looks at each argument, to find the machine code compiled for arguments of that kind. A model
     launches hundreds of kernels a step, and the looking takes longer than the launching. So it is done once per kind,
-    and the compiled kernel is called directly. Constants are the compile-time parameters and Triton's launch options.
+    and the compiled kernel is called directly. The constants are the compile-time parameters, in order, and Triton's
+    launch options: a dict that lives for ever, since it is known by its identity.
     """
 
     def __init__(self, function: Callable, changing: Sequence[str]):
         self.jit = triton.jit(do_not_specialize=changing)(function)
         self.compiled: dict[tuple, tuple] = {}
 
-    def __call__(self, grid: tuple[int, ...], *arguments, **constants) -> None:
+    def __call__(self, grid: tuple[int, int, int], constants: dict, *arguments) -> None:
         if INTERPRETED:
             self.jit[grid](*arguments, **constants)
             return
-        key = (torch.cuda.current_device(), *constants.values(), *map(kind, arguments))
+        kinds = [(x.dtype, x.data_ptr() & 15) if x.__class__ is Tensor else kind(x) for x in arguments]
+        key = torch.cuda.current_device(), id(constants), *kinds
         found = self.compiled.get(key)
         if found is None:
-            names = self.jit.arg_names[len(arguments) :]
             compiled = self.jit[grid](*arguments, **constants)
-            self.compiled[key] = compiled, tuple(constants[name] for name in names)
+            self.compiled[key] = compiled, [constants[name] for name in self.jit.arg_names[len(arguments) :]]
         else:
             compiled, rest = found
-            compiled[(*grid, 1, 1)[:3]](*arguments, *rest)
+            compiled[grid](*arguments, *rest)
 
 
 def kind(argument) -> object:
     """What Triton compiles for: of a tensor its dtype, and where it begins within 16 bytes."""
+    if argument.__class__ is int:
+        return argument > 0x7FFFFFFF
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() & 15
-    if isinstance(argument, int):
-        return argument > 0x7FFFFFFF
     return tuple(map(kind, argument)) if isinstance(argument, tuple) else argument.__class__
+
+
+def kernel(*changing: str) -> Callable[[Callable], Kernel]:
+    """Decorator that makes a function a `Kernel`. All its integers must be named: it is not compiled for values."""
+    return lambda function: Kernel(function, changing)
 
 
 def ceil(a: int, b: int) -> int:
     """The quotient rounded up; `triton.cdiv` takes ten times as long."""
     return -(-a // b)
-
-
-def kernel(*changing: str) -> Callable[[Callable], Kernel]:
-    """Decorator that makes a function a `Kernel`; the integers named here change often: it is not compiled for them."""
-    return lambda function: Kernel(function, changing)
 
 
 @kernel()
@@ -76,7 +78,7 @@ def addresses(tensors: Sequence[Tensor]) -> Tensor:
     out = torch.empty(count * BATCH, dtype=torch.int64, device=tensors[0].device)
     for n in range(count):
         batch = tuple(tensors[n * BATCH : (n + 1) * BATCH])
-        addresses_kernel((1,), batch + batch[-1:] * (BATCH - len(batch)), out[n * BATCH :])
+        addresses_kernel((1, 1, 1), NONE, batch + batch[-1:] * (BATCH - len(batch)), out[n * BATCH :])
     return out
 
 
@@ -121,8 +123,9 @@ class Operation:
                 return output if shown is None else output[:shown]
 
             @staticmethod
-            @torch.autograd.function.once_differentiable
             def backward(ctx, *gradients):
+                if torch.is_grad_enabled():
+                    raise RuntimeError("gradients of gradients need impl='eager'; here create_graph=False is accepted")
                 return None, *flattened(backward(ctx, *gradients))
 
         self.direct, self.first = Direct, first
@@ -153,14 +156,17 @@ def tokens_of(x: Tensor) -> int:
 
 
 @functools.cache
-def site_shape(dim: int, heads: int, tokens: int) -> dict:
-    """The compile-time constants of the kernels whose programs hold whole tokens, all heads at once."""
+def site_constants(dim: int, heads: int, together: int, **flags: bool | int) -> dict:
+    """The compile-time constants of kernels whose programs hold whole tokens, all heads at once; first the flags."""
     width = dim // heads
     hp, kp = triton.next_power_of_2(heads), triton.next_power_of_2(width)
-    # The interpreter takes a program's time per operation, not per number: there one program holds many tokens.
-    together = min(64, triton.next_power_of_2(max(1, tokens))) if INTERPRETED else 1
     warps = max(1, min(16, hp * kp // 512))
-    return {"D": dim, "H": heads, "K": width, "TT": together, "HP": hp, "KP": kp, "num_warps": warps}
+    return {**flags, "D": dim, "H": heads, "K": width, "TT": together, "HP": hp, "KP": kp, "num_warps": warps}
+
+
+def together(tokens: int) -> int:
+    """Tokens per program. The interpreter takes a program's time per operation, not per number: there many."""
+    return min(64, triton.next_power_of_2(max(1, tokens))) if INTERPRETED else 1
 
 
 def stored(like: Tensor) -> torch.dtype:
@@ -170,10 +176,11 @@ def stored(like: Tensor) -> torch.dtype:
 
 def laid_out(source: Tensor, dtype: torch.dtype) -> Tensor:
     """The tensor as kernels read it: of that dtype, contiguous, from a multiple of 16 bytes on (copied if need be)."""
-    source = source.to(dtype).contiguous()
+    if source.dtype != dtype or not source.is_contiguous():
+        source = source.to(dtype).contiguous()
     if torch.compiler.is_compiling():  # which aligns its inputs itself
         return source
-    return source.clone() if source.storage_offset() * source.element_size() % 16 else source
+    return source.clone() if source.data_ptr() & 15 else source
 
 
 def check_runnable(dtype: torch.dtype, device: torch.device) -> None:

@@ -22,6 +22,8 @@ weights) into two 16-bit parts, so they are exact to about twice the precision o
 """
 
 import functools
+import itertools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -32,6 +34,7 @@ from torch import Tensor, nn
 
 from mhar_minimal.kernels.fused import fake_rest, merge, read_exact, room_for_rest, rounded, write_rest
 from mhar_minimal.kernels.launch import (
+    DTYPES,
     INTERPRETED,
     addresses,
     ceil,
@@ -39,8 +42,9 @@ from mhar_minimal.kernels.launch import (
     kernel,
     laid_out,
     operation,
-    site_shape,
+    site_constants,
     stored,
+    together,
     tokens_of,
 )
 
@@ -50,42 +54,65 @@ PARTS = 2 if INTERPRETED else 64  # of the queries' gradient, added in a fixed o
 APART = 32  # numbers between the sections of a ledger
 
 
+@triton.jit
+def section(ledger_ptr, at, STORED: tl.constexpr):
+    """Where a section of the ledger begins that holds this dtype."""
+    return tl.multiple_of((ledger_ptr + at).to(tl.int64).to(tl.pointer_type(STORED)), 16)
+
+
 @kernel("tokens")
-def norm_forward(v_ptr, r_ptr, tokens, eps, D: tl.constexpr, DP: tl.constexpr, TT: tl.constexpr):
+def norm_forward(
+    v_ptr,  # a source, [tokens, D]
+    r_ptr,  # out, its r, float32 [tokens]
+    tokens,
+    eps,
+    D: tl.constexpr,
+    H: tl.constexpr,  # a whole token is one head here
+    K: tl.constexpr,
+    TT: tl.constexpr,
+    HP: tl.constexpr,
+    KP: tl.constexpr,
+):
     t = tl.program_id(0).to(tl.int64) * TT + tl.arange(0, TT)
-    d = tl.arange(0, DP)
+    d = tl.arange(0, KP)
     mask = (t < tokens)[:, None] & (d < D)[None, :]
     v = tl.load(v_ptr + t[:, None] * D + d[None, :], mask=mask, other=0.0).to(tl.float32)
     tl.store(r_ptr + t, tl.rsqrt(tl.sum(v * v, 1) / D + eps), mask=t < tokens)
 
 
-@kernel("tokens", "slot")
+@kernel("tokens", "part", "radial", "slot", "heads")
 def norm_backward(
     v_ptr,  # a source that no site of its block reads, [tokens, D], and its r
     r_ptr,
-    part_ptr,  # what later blocks send the sources of this block, [sources, tokens, D], and the norm's share of it
-    radial_ptr,  # float32 [sources, tokens, H]
+    ledger_ptr,  # with what later blocks send the block's sources, in the storage dtype [room, tokens, D], and with
+    part,  # the norm's share of it, float32 [room, tokens, H]; at these offsets
+    radial,
     dv_ptr,  # out, [tokens, D]
     tokens,
     slot,  # of this source in the block
+    HEADS: tl.constexpr,  # depth heads, rounded up to a power of two, and as they are
+    DEPTH: tl.constexpr,
+    STORED: tl.constexpr,
     D: tl.constexpr,
-    H: tl.constexpr,
-    HP: tl.constexpr,
-    DP: tl.constexpr,
+    H: tl.constexpr,  # a whole token is one head here
+    K: tl.constexpr,
     TT: tl.constexpr,
+    HP: tl.constexpr,
+    KP: tl.constexpr,
 ):
     t = tl.program_id(0).to(tl.int64) * TT + tl.arange(0, TT)
-    d = tl.arange(0, DP)
-    h = tl.arange(0, HP)
+    d = tl.arange(0, KP)
+    h = tl.arange(0, HEADS)
     row = t[:, None] * D + d[None, :]
     mask = (t < tokens)[:, None] & (d < D)[None, :]
-    head = t[:, None] * H + h[None, :]
+    behind = slot * tokens.to(tl.int64)
     v = tl.load(v_ptr + row, mask=mask, other=0.0).to(tl.float32)
-    dv = tl.load(part_ptr + slot * tokens.to(tl.int64) * D + row, mask=mask, other=0.0).to(tl.float32)
+    dv = tl.load(section(ledger_ptr, part, STORED) + behind * D + row, mask=mask, other=0.0).to(tl.float32)
     r = tl.load(r_ptr + t, mask=t < tokens, other=0.0)
-    here = (t < tokens)[:, None] & (h < H)[None, :]
-    radial = tl.load(radial_ptr + slot * tokens.to(tl.int64) * H + head, mask=here, other=0.0)
-    tl.store(dv_ptr + row, dv - (tl.sum(radial, 1) * r * r / D)[:, None] * v, mask=mask)
+    head = (behind + t)[:, None] * DEPTH + h[None, :]
+    here = (t < tokens)[:, None] & (h < DEPTH)[None, :]
+    turned = tl.sum(tl.load(ledger_ptr + radial + head, mask=here, other=0.0), 1)
+    tl.store(dv_ptr + row, dv - (turned * r * r / D)[:, None] * v, mask=mask)
 
 
 @kernel("tokens", "site", "k")
@@ -146,7 +173,7 @@ def read_forward(
         tl.store(normed_ptr + row, acc * rho[:, None, None] * gain[None], mask=here)
 
 
-@kernel("tokens", "site", "slot", "count", "sites")
+@kernel("rows", "part", "stats", "radial", "dlr", "rho", "tokens", "site", "slot", "count", "sites")
 def source_backward(
     dout_ptr,  # gradient of what this site gave, [tokens, D]: of its read-out, with NORM of that behind the norm
     readout_ptr,
@@ -155,12 +182,13 @@ def source_backward(
     v_ptr,  # the source written before this site, [tokens, D]; None without SOURCE
     q_ptr,  # all queries, float32 [sites, D]
     gain_ptr,  # of the norms, float32 [sites, D]; None without NORM
-    rows_ptr,  # the ledger's sections, in and out: the read-outs' gradients, [sites, tokens, D]
-    stats_ptr,  # lse and δ, float32 [tokens, H, sites, 2]
-    part_ptr,  # what later blocks send the block's sources, [sources, tokens, D]
-    radial_ptr,  # and the norm's share of it, float32 [sources, tokens, H]
-    dlr_ptr,  # dlogit · r of this source, float32 [tokens, H, count]
-    rho_ptr,  # of the norm behind this site, float32 [tokens]
+    ledger_ptr,  # in and out, its sections at these offsets:
+    rows,  # the read-outs' gradients, stored [sites, tokens, D]
+    part,  # what later blocks send the block's sources, stored [room, tokens, D]
+    stats,  # lse and δ, float32 [tokens, H, sites, 2]
+    radial,  # the norm's share of part, float32 [room, tokens, H]
+    dlr,  # dlogit · r of this source, float32 [tokens, H, count]
+    rho,  # of the norm behind this site, float32 [tokens]
     dv_ptr,  # out, [tokens, D]
     tokens,
     site,
@@ -173,6 +201,7 @@ def source_backward(
     PART: tl.constexpr,  # whether later blocks read the source
     REST: tl.constexpr,
     NORM: tl.constexpr,
+    STORED: tl.constexpr,
     D: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
@@ -189,15 +218,17 @@ def source_backward(
     head = t[:, None] * H + h[None, :]  # [TT, HP]
     head_here = (t < tokens)[:, None] & (h < H)[None, :]
     plane = tokens.to(tl.int64) * D
-    stat = stats_ptr + head * (2 * sites)
+    rows_ptr = section(ledger_ptr, rows, STORED)
+    stat = ledger_ptr + stats + head * (2 * sites)
+    dlr_ptr = ledger_ptr + dlr + head * count
     dout = tl.load(dout_ptr + row, mask=here, other=0.0).to(tl.float32)
     readout = read_exact(readout_ptr, rest_ptr, row, here, REST)
     if NORM:
-        rho = tl.rsqrt(tl.sum(tl.sum(readout * readout, 2), 1) / D + norm_eps)  # [TT]
+        scale = tl.rsqrt(tl.sum(tl.sum(readout * readout, 2), 1) / D + norm_eps)  # [TT]
         scaled = dout * tl.load(gain_ptr + site * D + channel, mask=inside, other=0.0)[None]
-        along = tl.sum(tl.sum(scaled * readout, 2), 1) * rho * rho / D
-        dout = rho[:, None, None] * (scaled - along[:, None, None] * readout)
-        tl.store(rho_ptr + t, rho, mask=t < tokens)
+        same = tl.sum(tl.sum(scaled * readout, 2), 1) * scale * scale / D
+        dout = scale[:, None, None] * (scaled - same[:, None, None] * readout)
+        tl.store(ledger_ptr + rho + t, scale, mask=t < tokens)
     lse = tl.load(lse_ptr + head, mask=head_here, other=0.0)
     delta = tl.sum(dout * readout, 2)
     tl.store(rows_ptr + site * plane + row, dout, mask=here)
@@ -207,20 +238,20 @@ def source_backward(
         v = tl.load(v_ptr + row, mask=here, other=0.0).to(tl.float32)
         r = tl.rsqrt(tl.sum(tl.sum(v * v, 2), 1) / D + eps)
         query = q_ptr + site * D + channel
-        dv, radial = contribution(v, r, query, inside, dout, lse, delta, dlr_ptr + head * count, head_here)
+        dv, along = contribution(v, r, query, inside, dout, lse, delta, dlr_ptr, head_here)
         for i in range(1, count):
             at = site + i
             dout = tl.load(rows_ptr + at * plane + row, mask=here, other=0.0).to(tl.float32)
             lse = tl.load(stat + 2 * at, mask=head_here, other=0.0)
             delta = tl.load(stat + 2 * at + 1, mask=head_here, other=0.0)
-            to = dlr_ptr + head * count + i
-            more, turned = contribution(v, r, query + i * D, inside, dout, lse, delta, to, head_here)
+            more, turned = contribution(v, r, query + i * D, inside, dout, lse, delta, dlr_ptr + i, head_here)
             dv += more
-            radial += turned
+            along += turned
         if PART:
-            dv += tl.load(part_ptr + slot * plane + row, mask=here, other=0.0).to(tl.float32)
-            radial += tl.load(radial_ptr + slot * tokens.to(tl.int64) * H + head, mask=head_here, other=0.0)
-        shrink = tl.sum(radial, 1) * r * r / D  # [TT]: the norm's backward
+            dv += tl.load(section(ledger_ptr, part, STORED) + slot * plane + row, mask=here, other=0.0).to(tl.float32)
+            sent = ledger_ptr + radial + slot * tokens.to(tl.int64) * H + head
+            along += tl.load(sent, mask=head_here, other=0.0)
+        shrink = tl.sum(along, 1) * r * r / D  # [TT]: the norm's backward
         tl.store(dv_ptr + row, dv - shrink[:, None, None] * v, mask=here)
 
 
@@ -288,7 +319,7 @@ def queries(
 
 
 @triton.jit
-def rows(base, h, start, K: tl.constexpr, KC: tl.constexpr, FULL: tl.constexpr, DOT: tl.constexpr):
+def channels(base, h, start, K: tl.constexpr, KC: tl.constexpr, FULL: tl.constexpr, DOT: tl.constexpr):
     """Channels start to start + KC of head h of the rows that begin at the pointers base [N]: [N, KC]."""
     k = start + tl.arange(0, KC)
     at = tl.multiple_of(base, 16)[:, None] + (h * K + k)[None, :]
@@ -325,6 +356,7 @@ def block_scores(
     DOT: tl.constexpr,  # dtype of the matmuls' operands
     SPLIT: tl.constexpr,  # float32 operands as the sum of two of that dtype
     PRECISION: tl.constexpr,
+    STORED: tl.constexpr,  # the storage dtype
 ):
     t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1)
@@ -333,7 +365,7 @@ def block_scores(
     logit = tl.zeros([GP, SP], tl.float32)
     for c in range(NC):
         high, low = columns(high_ptr, low_ptr, h, c * KM, K, KM, SP, KM * NC == K, DOT, SPLIT)
-        logit = dot2(rows(base, h, c * KM, K, KM, KM * NC == K, DOT), high, low, logit, SPLIT, PRECISION)
+        logit = dot2(channels(base, h, c * KM, K, KM, KM * NC == K, DOT), high, low, logit, SPLIT, PRECISION)
     to = scores_ptr + ((t * H + h) * count + i)[:, None] * SP + tl.arange(0, SP)[None, :]
     tl.store(to, logit, mask=(i < count)[:, None])
 
@@ -364,6 +396,7 @@ def block_forward(
     DOT: tl.constexpr,  # dtype of the matmuls' operands
     SPLIT: tl.constexpr,  # float32 operands as the sum of two of that dtype
     PRECISION: tl.constexpr,
+    STORED: tl.constexpr,  # the storage dtype
 ):
     t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1)
@@ -388,13 +421,13 @@ def block_forward(
         r = tl.load(r_ptr + at * tokens + t)
         logit = tl.zeros([GP, SP], tl.float32)
         if NC == 1:
-            v = rows(base, h, 0, K, KM, FM, DOT)
+            v = channels(base, h, 0, K, KM, FM, DOT)
             logit = dot2(v, high, low, logit, SPLIT, PRECISION)
             if KT:
-                v_t = rows(base, h, KM, K, KT, FT, DOT)
+                v_t = channels(base, h, KM, K, KT, FT, DOT)
                 logit = dot2(v_t, high_t, low_t, logit, SPLIT, PRECISION)
         else:
-            v = rows(base, h, mine, K, KM, FM, DOT)
+            v = channels(base, h, mine, K, KM, FM, DOT)
             logit = tl.load(scores_ptr + ((t * H + h) * count + at)[:, None] * SP + tl.arange(0, SP)[None, :])
         logit = tl.where((i < count)[:, None], logit * (r[:, None] * scale[None, :]), float("-inf"))
         new = tl.maximum(m, tl.max(logit, 0))
@@ -420,11 +453,12 @@ def block_forward(
     tl.store(lse_ptr + row * H + h, m + tl.log(l), mask=(site < sites) & (mine == 0))
 
 
-@kernel("tokens", "count", "site", "sites")
+@kernel("rows", "tokens", "count", "site", "sites")
 def block_scores_backward(
     table,
     like_ptr,
     ledger_ptr,
+    rows,  # offset of the read-outs' gradients, stored [sites, tokens, D]
     high_ptr,
     low_ptr,
     scores_ptr,  # out, float32 [tokens, H, later sites, 2, SP]: q · v and dout · v
@@ -443,41 +477,44 @@ def block_scores_backward(
     DOT: tl.constexpr,  # dtype of the matmuls' operands
     SPLIT: tl.constexpr,  # float32 operands as the sum of two of that dtype
     PRECISION: tl.constexpr,
+    STORED: tl.constexpr,  # the storage dtype
 ):
     t = tl.program_id(0).to(tl.int64)
+    rows_ptr = section(ledger_ptr, rows, STORED)
     h = tl.program_id(1)
     s = site + tl.program_id(2) * GP + tl.arange(0, GP)
     at = tl.minimum(s, sites - 1)
     j = tl.arange(0, SP)
     base = tl.load(table + tl.minimum(j, count - 1)).to(like_ptr.dtype) + t * D
-    back = ledger_ptr + (at.to(tl.int64) * tokens + t) * D
+    back = rows_ptr + (at.to(tl.int64) * tokens + t) * D
     logit = tl.zeros([GP, SP], tl.float32)
     dov = tl.zeros([GP, SP], tl.float32)
     for c in range(NC):
         high, low = queries(high_ptr, low_ptr, at, h, c * KM, D, K, KM, KM * NC == K, DOT, SPLIT)
-        v = tl.trans(rows(base, h, c * KM, K, KM, KM * NC == K, DOT))
+        v = tl.trans(channels(base, h, c * KM, K, KM, KM * NC == K, DOT))
         logit = tl.dot(high, v, logit, input_precision=PRECISION)
         if SPLIT:
             logit = tl.dot(low, v, logit, input_precision=PRECISION)
-        dov = tl.dot(rows(back, h, c * KM, K, KM, KM * NC == K, DOT), v, dov, input_precision=PRECISION)
+        dov = tl.dot(channels(back, h, c * KM, K, KM, KM * NC == K, DOT), v, dov, input_precision=PRECISION)
     score = scores_ptr + ((t * H + h) * (sites - site) + s - site)[:, None] * (2 * SP) + j[None, :]
     tl.store(score, logit, mask=(s < sites)[:, None])
     tl.store(score + SP, dov, mask=(s < sites)[:, None])
 
 
-@kernel("tokens", "count", "site", "sites")
+@kernel("rows", "stats", "part", "radial", "tokens", "count", "site", "sites")
 def block_backward(
     table,  # int64 [count]: addresses of the block's sources
     like_ptr,
     r_ptr,  # float32 [count, tokens]
-    ledger_ptr,  # [sites, tokens, D]: the read-outs' gradients
-    stats_ptr,  # float32 [tokens, H, sites, 2]: lse and δ
+    ledger_ptr,  # in and out, its sections at these offsets:
+    rows,  # the read-outs' gradients, stored [sites, tokens, D]
+    stats,  # lse and δ, float32 [tokens, H, sites, 2]
+    part,  # out: what these sites send the sources, stored [count, tokens, D]
+    radial,  # out: Σ over the sites of dlogit · logit, float32 [count, tokens, H]
     high_ptr,  # all queries, [sites, D]
     low_ptr,
     scale_ptr,
     scores_ptr,
-    dv_ptr,  # out, [count, tokens, D]
-    radial_ptr,  # out, float32 [count, tokens, H]: Σ over the later sites of dlogit · logit
     dlr_ptr,  # out, float32 [tokens, H, later sites, count]: dlogit · r
     tokens,
     count,
@@ -494,8 +531,10 @@ def block_backward(
     DOT: tl.constexpr,  # dtype of the matmuls' operands
     SPLIT: tl.constexpr,  # float32 operands as the sum of two of that dtype
     PRECISION: tl.constexpr,
+    STORED: tl.constexpr,  # the storage dtype
 ):
     t = tl.program_id(0).to(tl.int64)
+    rows_ptr = section(ledger_ptr, rows, STORED)
     h = tl.program_id(1)
     mine = tl.program_id(2) * KM
     FM: tl.constexpr = KM * NC <= K
@@ -505,48 +544,48 @@ def block_backward(
     base = tl.load(table + own).to(like_ptr.dtype) + t * D
     r = tl.load(r_ptr + own * tokens + t)
     if NC == 1:
-        v = tl.trans(rows(base, h, 0, K, KM, FM, DOT))
+        v = tl.trans(channels(base, h, 0, K, KM, FM, DOT))
         if KT:
-            v_t = tl.trans(rows(base, h, KM, K, KT, FT, DOT))
+            v_t = tl.trans(channels(base, h, KM, K, KT, FT, DOT))
     dv = tl.zeros([KM, SP], tl.float32)
     if KT:
         dv_t = tl.zeros([KT, SP], tl.float32)
-    radial = tl.zeros([SP], tl.float32)
+    turned = tl.zeros([SP], tl.float32)
     for start in range(site, sites, GP):
         s = start + tl.arange(0, GP)
         at = tl.minimum(s, sites - 1)
         row = at.to(tl.int64) * tokens + t
-        back = ledger_ptr + row * D
+        back = rows_ptr + row * D
         logit = tl.zeros([GP, SP], tl.float32)
         dov = tl.zeros([GP, SP], tl.float32)
         if NC == 1:
             high, low = queries(high_ptr, low_ptr, at, h, 0, D, K, KM, FM, DOT, SPLIT)
-            dout = rows(back, h, 0, K, KM, FM, DOT)
+            dout = channels(back, h, 0, K, KM, FM, DOT)
             logit = tl.dot(high, v, logit, input_precision=PRECISION)
             if SPLIT:
                 logit = tl.dot(low, v, logit, input_precision=PRECISION)
             dov = tl.dot(dout, v, dov, input_precision=PRECISION)
             if KT:
                 high_t, low_t = queries(high_ptr, low_ptr, at, h, KM, D, K, KT, FT, DOT, SPLIT)
-                dout_t = rows(back, h, KM, K, KT, FT, DOT)
+                dout_t = channels(back, h, KM, K, KT, FT, DOT)
                 logit = tl.dot(high_t, v_t, logit, input_precision=PRECISION)
                 if SPLIT:
                     logit = tl.dot(low_t, v_t, logit, input_precision=PRECISION)
                 dov = tl.dot(dout_t, v_t, dov, input_precision=PRECISION)
         else:
             high, low = queries(high_ptr, low_ptr, at, h, mine, D, K, KM, FM, DOT, SPLIT)
-            dout = rows(back, h, mine, K, KM, FM, DOT)
+            dout = channels(back, h, mine, K, KM, FM, DOT)
             score = scores_ptr + ((t * H + h) * (sites - site) + at - site)[:, None] * (2 * SP) + j[None, :]
             logit = tl.load(score)
             dov = tl.load(score + SP)
         scale = tl.load(scale_ptr + at)
-        stat = stats_ptr + (t * H + h) * (2 * sites) + 2 * at
+        stat = ledger_ptr + stats + (t * H + h) * (2 * sites) + 2 * at
         lse = tl.load(stat)
         delta = tl.load(stat + 1)
         logit = logit * (scale[:, None] * r[None, :])
         p = tl.where((s < sites)[:, None], tl.exp(logit - lse[:, None]), 0.0)
         dl = tl.where((s > 0)[:, None], p * (dov - delta[:, None]), 0.0)  # site 0: one source, weight 1 whatever q
-        radial += tl.sum(dl * logit, 0)
+        turned += tl.sum(dl * logit, 0)
         dlr = dl * r[None, :]
         to = dlr_ptr + (t * H + h) * ((sites - site) * count) + (s - site)[:, None] * count + j[None, :]
         tl.store(to, dlr, mask=(s < sites)[:, None] & (j < count)[None, :] & (mine == 0))
@@ -561,27 +600,30 @@ def block_backward(
             dv_t = dot2(tl.trans(dout_t), p_high, p_low, dv_t, SPLIT, PRECISION)
             dv_t = dot2(tl.trans(high_t), d_high, d_low, dv_t, SPLIT, PRECISION)
     out = j.to(tl.int64) * tokens + t
+    part_ptr = section(ledger_ptr, part, STORED)
     k = mine + tl.arange(0, KM)
-    tl.store(dv_ptr + (out * D + h * K)[None, :] + k[:, None], dv, mask=(j < count)[None, :] & (k < K)[:, None])
+    tl.store(part_ptr + (out * D + h * K)[None, :] + k[:, None], dv, mask=(j < count)[None, :] & (k < K)[:, None])
     if KT:
         k_t = KM + tl.arange(0, KT)
         tl.store(
-            dv_ptr + (out * D + h * K)[None, :] + k_t[:, None], dv_t, mask=(j < count)[None, :] & (k_t < K)[:, None]
+            part_ptr + (out * D + h * K)[None, :] + k_t[:, None], dv_t, mask=(j < count)[None, :] & (k_t < K)[:, None]
         )
-    tl.store(radial_ptr + out * H + h, radial, mask=(j < count) & (mine == 0))
+    tl.store(ledger_ptr + radial + out * H + h, turned, mask=(j < count) & (mine == 0))
 
 
-@kernel("tokens", "count", "site", "later", "sites", "chunk")
+@kernel("dlr", "dq", "dgain", "rho", "tokens", "count", "site", "later", "sites", "chunk")
 def query_backward(
     table,  # int64 [count]: addresses of sources; with ONE the source itself; None without SOURCE
     like_ptr,
-    dlr_ptr,  # float32 [tokens, H, later, count]: dlogit · r
-    dq_ptr,  # in and out, the queries' gradient, float32 [PARTS, sites, D]
+    dlr_ptr,  # dlogit · r, float32 [tokens, H, later, count], begins here
+    dlr,  # plus so many numbers
+    ledger_ptr,  # in and out, its sections at these offsets:
+    dq,  # the queries' gradient, float32 [PARTS, sites, D]
+    dgain,  # the norm gains', likewise
+    rho,  # of the norm behind the first of the sites, float32 [tokens]
     dout_ptr,  # gradient of what one site gave behind its norm, [tokens, D]; None without NORM
     readout_ptr,
     rest_ptr,
-    rho_ptr,
-    dgain_ptr,  # in and out, the norm gains' gradient, float32 [PARTS, sites, D]
     tokens,
     count,
     site,  # the first of the later sites
@@ -612,7 +654,7 @@ def query_backward(
         base = table + 0 * j if ONE else tl.load(table + tl.minimum(j, count - 1)).to(like_ptr.dtype)
         acc = tl.zeros([SP, KC], tl.float32)
     if NORM:
-        dgain = tl.zeros([KC], tl.float32)
+        gained = tl.zeros([KC], tl.float32)
     for start in range(part * chunk, tl.minimum((part + 1) * chunk, tokens), TM):
         t = (start + x // JP).to(tl.int64)
         inside = (t < tokens) & (t < (part + 1) * chunk) & (j < count)
@@ -620,25 +662,25 @@ def query_backward(
         at = (t * D)[:, None] + (h * K + k)[None, :]
         if SOURCE:
             v = tl.load(tl.multiple_of(base, 16)[:, None] + at, mask=here, other=0.0).to(tl.float32)
-            given = dlr_ptr + ((t * H + h) * (later * count) + j)[None, :] + s[:, None] * count
-            dlr = tl.load(given, mask=(s < later)[:, None] & inside[None, :], other=0.0)
-            acc = tl.dot(dlr, v, acc, input_precision=PRECISION)
+            given = dlr_ptr + dlr + ((t * H + h) * (later * count) + j)[None, :] + s[:, None] * count
+            sent = tl.load(given, mask=(s < later)[:, None] & inside[None, :], other=0.0)
+            acc = tl.dot(sent, v, acc, input_precision=PRECISION)
         if NORM:
             dout = tl.load(dout_ptr + at, mask=here, other=0.0).to(tl.float32)
             readout = read_exact(readout_ptr, rest_ptr, at, here, REST)
-            rho = tl.load(rho_ptr + t, mask=inside, other=0.0)
-            dgain += tl.sum(dout * readout * rho[:, None], 0)
+            scale = tl.load(ledger_ptr + rho + t, mask=inside, other=0.0)
+            gained += tl.sum(dout * readout * scale[:, None], 0)
     to = (part.to(tl.int64) * sites + site) * D + h * K + k
     if SOURCE:
-        at = to[None, :] + s[:, None] * D
+        at = ledger_ptr + dq + to[None, :] + s[:, None] * D
         mask = (s < later)[:, None] & (k < K)[None, :]
-        tl.store(dq_ptr + at, tl.load(dq_ptr + at, mask=mask, other=0.0) + acc, mask=mask)
+        tl.store(at, tl.load(at, mask=mask, other=0.0) + acc, mask=mask)
     if NORM:
-        tl.store(dgain_ptr + to, dgain, mask=k < K)  # a site gives once in a backward
+        tl.store(ledger_ptr + dgain + to, gained, mask=k < K)  # a site gives once in a backward
 
 
 @functools.cache
-def block_shape(dtype: torch.dtype, dim: int, heads: int, block: int) -> dict:
+def block_constants(dtype: torch.dtype, dim: int, heads: int, block: int) -> dict:
     """The compile-time constants of the block kernels for blocks of up to ``block`` sites or sources."""
     width = dim // heads
     padded, tail = max(16, triton.next_power_of_2(width)), 0
@@ -647,57 +689,54 @@ def block_shape(dtype: torch.dtype, dim: int, heads: int, block: int) -> dict:
     elif 16 < width < padded and triton.next_power_of_2(width - padded // 2) < padded // 2:
         padded, tail = padded // 2, max(16, triton.next_power_of_2(width - padded // 2))
     exact = dtype == torch.float32
-    dot = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
+    dot = DTYPES[torch.float32 if INTERPRETED else dtype]
     return {
         "D": dim, "H": heads, "K": width, "KM": padded, "KT": tail, "NC": 1 if tail else ceil(width, padded),
         "SP": max(8, triton.next_power_of_2(block)), "GP": STEP,
         # The interpreter multiplies 16-bit matrices wrongly; it gets float32, of which no split is needed.
-        "DOT": tl.float32 if INTERPRETED else dot, "SPLIT": not (exact or INTERPRETED), "PRECISION": "ieee",
-        "num_warps": 1, "num_stages": 1,
+        "DOT": dot, "SPLIT": not (exact or INTERPRETED), "PRECISION": "ieee",
+        "STORED": dot, "num_warps": 1, "num_stages": 1,
         "enable_fp_fusion": False,  # or a logit minus itself is not zero: it is a product, and would be fused
     }  # fmt: skip
 
 
 @functools.cache
-def query_shape(dtype: torch.dtype, dim: int, heads: int, count: int) -> dict:
-    """The compile-time constants of `query_backward` for so many sources."""
+def query_constants(dtype: torch.dtype, dim: int, heads: int, count: int, **flags: bool) -> dict:
+    """The compile-time constants of `query_backward` for so many sources; first the flags."""
     width, several = dim // heads, triton.next_power_of_2(count)
     padded = min(max(16, triton.next_power_of_2(width)), 256)
     return {
-        "D": dim, "H": heads, "K": width, "KC": padded, "NC": ceil(width, padded), "SP": STEP,
+        **flags, "D": dim, "H": heads, "K": width, "KC": padded, "NC": ceil(width, padded), "SP": STEP,
         "TM": max(1, 32 // several), "JP": several, "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
         "num_warps": 4,
     }  # fmt: skip
 
 
 class Sections(NamedTuple):
-    """The parts of a ledger's gradient, flat; "stored" is the storage dtype, the rest float32."""
+    """Where the parts of a ledger's gradient begin in it, and its length, counted in float32 numbers."""
 
-    rows: Tensor  # the read-outs' gradients, stored [sites, tokens, D]
-    part: Tensor  # what later blocks send a block's sources, stored [room, tokens, D]
-    stats: Tensor  # lse and δ, [tokens, H, sites, 2]
-    radial: Tensor  # the norm's share of part, [room, tokens, H]
-    dlr: Tensor  # dlogit · r of one source, [tokens, H, room]
-    rho: Tensor  # of the norm behind one site, [tokens]
-    dq: Tensor  # the queries' gradient, [PARTS, sites, D]
-    dgain: Tensor  # the norm gains', [PARTS, sites, D]
+    rows: int  # the read-outs' gradients, stored [sites, tokens, D]
+    part: int  # what later blocks send a block's sources, stored [room, tokens, D]
+    stats: int  # lse and δ, float32 [tokens, H, sites, 2]
+    radial: int  # the norm's share of part, float32 [room, tokens, H]
+    dlr: int  # dlogit · r of one source, float32 [tokens, H, room]
+    rho: int  # of the norm behind one site, float32 [tokens]
+    dq: int  # the queries' gradient, float32 [PARTS, sites, D]
+    dgain: int  # the norm gains', float32 [PARTS, sites, D]
+    end: int
 
 
 @functools.cache
-def section_sizes(tokens: int, dim: int, sites: int, room: int, heads: int, width: int) -> list[int]:
-    """Lengths of the sections in float32 numbers, for a storage dtype of ``width`` bytes, each with room behind it."""
-    rows, part = (ceil(n * tokens * dim * width, 4) for n in (sites, room))
+def sections(tokens: int, dim: int, dtype: torch.dtype, sites: int, room: int, heads: int) -> Sections:
+    """For storage in this dtype. Every section begins at a multiple of 16 bytes, and has room behind it."""
+    rows, part = (ceil(n * tokens * dim * dtype.itemsize, 4) for n in (sites, room))
     lengths = rows, part, 2 * tokens * heads * sites, room * tokens * heads, tokens * heads * room, tokens
-    return [4 * ceil(n, 4) + APART for n in (*lengths, PARTS * sites * dim, PARTS * sites * dim)]
+    padded = [4 * ceil(n, 4) + APART for n in (*lengths, PARTS * sites * dim, PARTS * sites * dim)]
+    return Sections(*itertools.accumulate(padded, initial=0))
 
 
-def sizes_for(like: Tensor, sites: int, room: int, heads: int) -> list[int]:
-    return section_sizes(tokens_of(like), like.shape[-1], sites, room, heads, stored(like).itemsize)
-
-
-def sections(ledger: Tensor, like: Tensor, sites: int, room: int, heads: int) -> Sections:
-    rows, part, *others = ledger.split_with_sizes(sizes_for(like, sites, room, heads))
-    return Sections(rows.view(stored(like)), part.view(stored(like)), *others)
+def sections_for(like: Tensor, sites: int, room: int, heads: int) -> Sections:
+    return sections(tokens_of(like), like.shape[-1], stored(like), sites, room, heads)
 
 
 def passed_on(ledger: Tensor) -> Tensor:
@@ -709,34 +748,18 @@ def opened(ledger: Tensor | None, like: Tensor, site: int, sites: int, room: int
     """The gradient of a ledger, allocated by the last site that the loss depends on; later sites weigh nothing."""
     if ledger is not None:
         return ledger
-    ledger = like.new_empty(sum(sizes_for(like, sites, room, heads)), dtype=torch.float32)
-    to, tokens = sections(ledger, like, sites, room, heads), tokens_of(like)
-    to.dq.zero_(), to.dgain.zero_()
+    at = sections_for(like, sites, room, heads)
+    ledger = like.new_empty(at.end, dtype=torch.float32)
+    ledger[at.dq :] = 0
     if site + 1 < sites:
-        stats = to.stats[: 2 * tokens * heads * sites].view(tokens, heads, sites, 2)
+        tokens = tokens_of(like)
+        stats = ledger[at.stats :][: 2 * tokens * heads * sites].view(tokens, heads, sites, 2)
         stats[:, :, site + 1 :, 0] = torch.inf  # lse
         stats[:, :, site + 1 :, 1] = 0  # δ
-        to.rows[(site + 1) * like.numel() :] = 0
-        to.part.zero_(), to.radial.zero_()
+        ledger[: at.part].view(stored(like))[(site + 1) * like.numel() :] = 0
+        ledger[at.part : at.stats] = 0
+        ledger[at.radial : at.dlr] = 0
     return ledger
-
-
-def grid(shape: dict, tokens: int) -> tuple[int]:
-    return (ceil(tokens, shape["TT"]),)
-
-
-def add_query_gradient(
-    dq: Tensor, dlr: Tensor, sources: list[Tensor], site: int, later: int, sites: int, heads: int
-) -> None:
-    """dq[:, site + s] += Σ over sources and tokens of dlr v, in PARTS parts. dlr: [tokens, H, later, sources]."""
-    like, tokens, count = sources[0], tokens_of(sources[0]), len(sources)
-    shape = query_shape(like.dtype, like.shape[-1], heads, count)
-    query_backward(
-        (ceil(later, STEP), heads * shape["NC"], PARTS),
-        addresses(sources), like, dlr, dq, None, None, None, None, None,
-        tokens, count, site, later, sites, ceil(tokens, PARTS),
-        SOURCE=True, ONE=False, REST=False, NORM=False, **shape,
-    )  # fmt: skip
 
 
 # start: queries and norm gains in, ledger out; their gradients come out of the ledger at the very end ----------------
@@ -745,25 +768,25 @@ def add_query_gradient(
 @operation("start")
 def start(q: Tensor, gains: Tensor | None, like: Tensor, room: int, heads: int) -> Tensor:
     """A ledger for queries q ⊙ g, norm gains (both float32 [sites, D]) and sources like this one."""
-    return q.new_empty(()).expand(sum(sizes_for(like, q.shape[0], room, heads)))
+    return q.new_empty(()).expand(sections_for(like, q.shape[0], room, heads).end)
 
 
 @start.fake
 def _(q, gains, like, room, heads):
-    return q.new_empty(()).expand(sum(sizes_for(like, q.shape[0], room, heads)))
+    return q.new_empty(()).expand(sections_for(like, q.shape[0], room, heads).end)
 
 
 def _start_setup(ctx, inputs, output):
     q, gains, like, room, heads = inputs
     ctx.set_materialize_grads(False)
-    ctx.shape, ctx.gains, ctx.sizes = q.shape, gains is not None, sizes_for(like, q.shape[0], room, heads)
+    ctx.shape, ctx.gains, ctx.at = q.shape, gains is not None, sections_for(like, q.shape[0], room, heads)
 
 
 def _start_backward(ctx, ledger):
     if ledger is None:
         return None, None
-    *_, dq, dgain = ledger.split_with_sizes(ctx.sizes)
-    dq, dgain = (x[: PARTS * ctx.shape.numel()].view(PARTS, *ctx.shape).sum(0) for x in (dq, dgain))
+    shape, at = (PARTS, *ctx.shape), ctx.at
+    dq, dgain = (ledger[x:][: math.prod(shape)].view(shape).sum(0) for x in (at.dq, at.dgain))
     return dq, dgain if ctx.gains else None
 
 
@@ -799,22 +822,19 @@ def begin(
     r = like.new_empty(like.shape[:-1], dtype=torch.float32)
     if tokens:
         if newest is not None:
-            shape = site_shape(dim, 1, tokens)
-            norm_forward(
-                grid(shape, tokens), newest, r, tokens, eps,
-                D=dim, DP=shape["KP"], TT=shape["TT"], num_warps=shape["num_warps"],
-            )  # fmt: skip
+            tt = together(tokens)
+            norm_forward((ceil(tokens, tt), 1, 1), site_constants(dim, 1, tt), newest, r, tokens, eps)
             sources, rs = [*sources, newest], [*rs, r]
-        shape, scores, n = block_shape(like.dtype, dim, heads, count), None, len(sources)
-        columns = halves.new_zeros(2, dim, shape["SP"])
+        constants, scores, n = block_constants(like.dtype, dim, heads, count), None, len(sources)
+        columns = halves.new_zeros(2, dim, constants["SP"])
         columns[..., :count] = halves[:, site:end].transpose(1, 2)
         table, (high, low) = addresses(sources), columns.unbind()
-        if shape["NC"] > 1:
-            scores = like.new_empty(tokens, heads, n, shape["SP"], dtype=torch.float32)
-            block_scores((tokens, heads, ceil(n, STEP)), table, like, high, low, scores, n, **shape)
+        if constants["NC"] > 1:
+            scores = like.new_empty(tokens, heads, n, constants["SP"], dtype=torch.float32)
+            block_scores((tokens, heads, ceil(n, STEP)), constants, table, like, high, low, scores, n)
         block_forward(
-            (tokens, heads, shape["NC"]),
-            table, like, torch.stack(rs), high, low, scale, scores, out, lse, tokens, n, site, count, **shape,
+            (tokens, heads, constants["NC"]), constants,
+            table, like, torch.stack(rs), high, low, scale, scores, out, lse, tokens, n, site, count,
         )  # fmt: skip
     return passed_on(ledger), out, lse, r
 
@@ -834,30 +854,35 @@ def begin_backward(
     """Enter what the sites from ``site`` on send the sources; returns the gradient of the last if it is ``newest``."""
     like, count, sites = sources[0], len(sources), halves.shape[1]
     dim, tokens, later = like.shape[-1], tokens_of(like), sites - site
-    dv = torch.empty_like(like, dtype=stored(like)) if newest else like.new_empty(0)
+    dv = torch.empty_like(like, dtype=stored(like)) if newest else like.new_empty(0, dtype=stored(like))
     if tokens:
-        shape, scores = block_shape(like.dtype, dim, heads, count), None
-        to, table, r = sections(ledger, like, sites, room, heads), addresses(sources), torch.stack(rs)
+        at = sections_for(like, sites, room, heads)
+        constants, scores = block_constants(like.dtype, dim, heads, count), None
+        table, r, (high, low) = addresses(sources), torch.stack(rs), halves.unbind()
         dlr = scale.new_empty(tokens, heads, later, count)
-        high, low = halves.unbind()
-        if shape["NC"] > 1:
-            scores = scale.new_empty(tokens, heads, later, 2, shape["SP"])
+        if constants["NC"] > 1:
+            scores = scale.new_empty(tokens, heads, later, 2, constants["SP"])
             block_scores_backward(
-                (tokens, heads, ceil(later, STEP)),
-                table, like, to.rows, high, low, scores, tokens, count, site, sites, **shape,
+                (tokens, heads, ceil(later, STEP)), constants,
+                table, like, ledger, at.rows, high, low, scores, tokens, count, site, sites,
             )  # fmt: skip
         block_backward(
-            (tokens, heads, shape["NC"]),
-            table, like, r, to.rows, to.stats, high, low, scale, scores, to.part, to.radial, dlr,
-            tokens, count, site, sites, **shape,
+            (tokens, heads, constants["NC"]), constants,
+            table, like, r, ledger, at.rows, at.stats, at.part, at.radial, high, low, scale, scores, dlr,
+            tokens, count, site, sites,
         )  # fmt: skip
-        add_query_gradient(to.dq, dlr, sources, site, later, sites, heads)
+        constants = query_constants(like.dtype, dim, heads, count, SOURCE=True, ONE=False, REST=False, NORM=False)
+        query_backward(
+            (ceil(later, STEP), heads * constants["NC"], PARTS), constants,
+            table, like, dlr, 0, ledger, at.dq, at.dgain, at.rho, None, None, None,
+            tokens, count, site, later, sites, ceil(tokens, PARTS),
+        )  # fmt: skip
         if newest:
-            shape = site_shape(dim, 1, tokens)
+            tt, padded = together(tokens), triton.next_power_of_2(heads)
+            constants = site_constants(dim, 1, tt, HEADS=padded, DEPTH=heads, STORED=DTYPES[dv.dtype])
             norm_backward(
-                grid(shape, tokens), sources[-1], rs[-1], to.part, to.radial, dv, tokens, count - 1,
-                D=dim, H=heads, HP=triton.next_power_of_2(heads), DP=shape["KP"], TT=shape["TT"],
-                num_warps=shape["num_warps"],
+                (ceil(tokens, tt), 1, 1), constants,
+                sources[-1], rs[-1], ledger, at.part, at.radial, dv, tokens, count - 1,
             )  # fmt: skip
     return dv.to(like.dtype)
 
@@ -921,17 +946,19 @@ def read(
         for the backward the read-out itself (with ``gains``, else empty), its rest and lse [B, T, H].
     """
     sources, tokens = local if newest is None else [*local, newest], tokens_of(like)
-    shape, norm = site_shape(like.shape[-1], heads, tokens), gains is not None
+    norm, tt = gains is not None, together(tokens)
     readout = torch.empty_like(like, dtype=stored(like))
     normed = torch.empty_like(readout) if norm else None
     rest = room_for_rest(readout, like.dtype)
     lse = like.new_empty(*like.shape[:-1], heads, dtype=torch.float32)
     r = like.new_empty(like.shape[:-1], dtype=torch.float32)
     if tokens:
+        constants = site_constants(
+            like.shape[-1], heads, tt, COUNT=len(sources), REST=rest is not None, NORM=norm,
+        )  # fmt: skip
         read_forward(
-            grid(shape, tokens), tuple(sources) or (like,),
+            (ceil(tokens, tt), 1, 1), constants, tuple(sources) or (like,),
             like, q, gains, early, early_lse, readout, rest, normed, lse, r, tokens, site, k, eps, norm_eps,
-            COUNT=len(sources), REST=rest is not None, NORM=norm, **shape,
         )  # fmt: skip
     readout, rest = rounded(readout, rest, like.dtype)
     if norm:
@@ -954,24 +981,24 @@ def read_backward(
     """Enter this site's row in the ledger; returns the gradient of the newest source (empty without one)."""
     tokens, dim, sites, count = tokens_of(readout), readout.shape[-1], q.shape[0], end - site
     source, norm = newest is not None, gains is not None
-    dv = torch.empty_like(readout, dtype=stored(readout)) if source else readout.new_empty(0)
+    dv = torch.empty_like(readout, dtype=stored(readout)) if source else readout.new_empty(0, dtype=stored(readout))
     if tokens:
-        to = sections(ledger, readout, sites, room, heads)
+        at, tt = sections_for(readout, sites, room, heads), together(tokens)
         held = rest if rest.numel() else None
-        shape = site_shape(dim, heads, tokens)
+        flags = dict(SOURCE=source, REST=held is not None, NORM=norm)
+        constants = site_constants(dim, heads, tt, PART=slot >= 0, **flags, STORED=DTYPES[dv.dtype])
         source_backward(
-            grid(shape, tokens),
-            dout, readout, held, lse, newest, q, gains, to.rows, to.stats, to.part, to.radial, to.dlr, to.rho, dv,
+            (ceil(tokens, tt), 1, 1), constants,
+            dout, readout, held, lse, newest, q, gains,
+            ledger, at.rows, at.part, at.stats, at.radial, at.dlr, at.rho, dv,
             tokens, site, slot, count, sites, eps, norm_eps,
-            SOURCE=source, PART=slot >= 0, REST=held is not None, NORM=norm, **shape,
         )  # fmt: skip
         if source or norm:
-            shape = query_shape(readout.dtype, dim, heads, 1)
+            constants = query_constants(readout.dtype, dim, heads, 1, ONE=True, **flags)
             query_backward(
-                (1, heads * shape["NC"], PARTS),
-                newest, readout, to.dlr, to.dq, dout, readout, held, to.rho, to.dgain,
+                (1, heads * constants["NC"], PARTS), constants,
+                newest, readout, ledger, at.dlr, ledger, at.dq, at.dgain, at.rho, dout, readout, held,
                 tokens, 1, site, count, sites, ceil(tokens, PARTS),
-                SOURCE=source, ONE=True, REST=held is not None, NORM=norm, **shape,
             )  # fmt: skip
     return dv.to(readout.dtype)
 
