@@ -2,16 +2,18 @@
 
 ``routing`` times all 2L + 1 routing reads of one micro-batch, without sublayers, as replays of a CUDA graph, beside the
 fewest bytes that the schedule can move and the copy bandwidth of the same run. ``training`` times whole optimizer
-steps. An implementation is timed only after its read-outs and gradients have been compared with float64. Rows of
-several calls are merged into one JSON file; each call measures its own baseline.
+steps of several models in turn. An implementation is timed only after its read-outs and gradients have been compared
+with float64. Rows of several calls are merged into one JSON file; each call measures its own baseline.
 """
 
 import argparse
+import importlib
 import json
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -19,77 +21,127 @@ from statistics import median
 import torch
 import torch.nn.functional as F
 import triton
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from mhar_minimal import Config, Model, preset
-from mhar_minimal.depth import Depth
+from mhar_minimal.__main__ import git_revision
+from mhar_minimal.depth import Depth, read_normed
+from mhar_minimal.fast import FusedFull
 from mhar_minimal.model import rope
 
 MICRO_BATCH = {"100M": 8, "350M": 4, "1B": 2}  # windows of the preset's context, as in arXiv:2607.27230
 ULP = 2**-8  # of bfloat16, relative
 
 
-def routing(config: Config, batch: int, tokens: int, dtype: torch.dtype, device: str, seed: int = 0):
-    """Sources, queries and gains of one micro-batch, and the gradients of its read-outs."""
-    generator = torch.Generator(device).manual_seed(seed)
+class Peer(FusedFull):
+    """Full AttnRes, one head, by another library's kernel at every site."""
 
-    def draw(*shape: int, std: float = 1.0, mean: float = 0.0) -> Tensor:
-        return mean + std * torch.randn(shape, generator=generator, device=device, dtype=dtype)
+    def __init__(self, route: Callable, depth: Depth, embedding: Tensor):
+        super().__init__(depth, embedding)
+        self.route = route
 
-    depth = Depth(config).to(device, torch.promote_types(dtype, torch.float32))
-    for query, gain in zip(depth.query, depth.gain):
-        query.data.copy_(draw(config.dim, std=config.dim**-0.5))
-        gain.data.copy_(draw(config.dim, std=0.1, mean=1.0))
-    values = [draw(batch, tokens, config.dim).requires_grad_() for _ in range(config.sites)]
-    upstream = [draw(batch, tokens, config.dim) for _ in range(config.sites)]
-    return depth, values, upstream
+    def read(self) -> Tensor:
+        query, gain = self.depth.query[self.site], self.depth.gain[self.site]
+        self.site += 1
+        like = self.sources[0].dtype
+        return self.route(query.to(like), gain.to(like), self.sources, self.depth.eps)
 
 
-def read_all(depth: Depth, values: list[Tensor]) -> list[Tensor]:
-    """The read-outs of all sites, source s + 1 being written after site s whatever it read."""
-    scheme, readouts = depth(values[0]), []
-    for output in values[1:]:
-        readouts.append(scheme.read())
-        scheme.write(output)
-    return [*readouts, scheme.read()]
+def fla() -> Callable:
+    """flash-linear-attention's kernel (fla-core)."""
+    attnres = importlib.import_module("fla.ops.attnres")
+    return lambda query, gain, sources, eps: attnres.fused_attnres(query, list(sources), gain, rms_eps=eps)
 
 
-def forward_and_backward(depth: Depth, values: list[Tensor], upstream: list[Tensor]) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(read_all(depth, values), [*values, *depth.parameters()], upstream)
+def liger() -> Callable:
+    """Liger's kernel (liger-kernel)."""
+    functional = importlib.import_module("liger_kernel.transformers.functional")
+    return lambda query, gain, sources, eps: functional.liger_attn_res(torch.stack(sources), query, gain, eps)
 
 
-def check(config: Config) -> None:
+PEERS = {"fla": fla, "liger": liger}
+
+
+class Routing:
+    """Sources, queries and gains of one micro-batch, and the gradients of its read-outs; one implementation."""
+
+    def __init__(
+        self, config: Config, impl: str, batch: int, tokens: int, device: str = "cuda",
+        dtype: torch.dtype = torch.bfloat16, norms: str = "none",
+    ):  # fmt: skip
+        generator = torch.Generator(device).manual_seed(0)
+
+        def draw(*shape: int, std: float = 1.0, mean: float = 0.0) -> Tensor:
+            numbers = torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
+            return (mean + std * numbers).to(dtype)
+
+        own = impl if impl in ("eager", "fused", "two_phase") else "eager"
+        self.depth = Depth(replace(config, impl=own)).to(device, torch.promote_types(dtype, torch.float32))
+        self.peer = PEERS[impl]() if impl in PEERS else None
+        for query, gain in zip(self.depth.query, self.depth.gain):
+            query.data.copy_(draw(config.dim, std=config.dim**-0.5))
+            gain.data.copy_(draw(config.dim, std=0.1, mean=1.0))
+        self.values = [draw(batch, tokens, config.dim).requires_grad_() for _ in range(config.sites)]
+        self.upstream = [draw(batch, tokens, config.dim) for _ in range(config.sites)]
+        count = 0 if norms == "none" else config.sites
+        self.norms = [nn.RMSNorm(config.dim, config.eps, device=device, dtype=dtype) for _ in range(count)]
+        for norm in self.norms:
+            norm.weight.data.copy_(draw(config.dim, std=0.1, mean=1.0))
+        self.apart = norms == "apart"
+        self.leaves = [*self.values, *self.depth.parameters(), *(norm.weight for norm in self.norms)]
+        self.read = torch.compile(self.read_all) if impl == "compile" else self.read_all
+
+    def read_all(self) -> list[Tensor]:
+        """All read-outs, behind their norms if any; source s + 1 is written after site s whatever that read."""
+        embedding = self.values[0]
+        scheme = self.depth(embedding, self.norms) if self.peer is None else Peer(self.peer, self.depth, embedding)
+        readouts = []
+        for i, output in enumerate([*self.values[1:], None]):
+            if not self.norms:
+                readouts.append(scheme.read())
+            elif self.apart:
+                readouts.append(self.norms[i](scheme.read()))
+            else:
+                readouts.append(read_normed(scheme, self.norms[i]))
+            if output is not None:
+                scheme.write(output)
+        return readouts
+
+    @torch.no_grad()
+    def forward(self) -> None:
+        self.read()
+
+    def forward_and_backward(self) -> list[Tensor]:
+        readouts = self.read()
+        return [torch.stack(readouts).detach(), *torch.autograd.grad(readouts, self.leaves, self.upstream)]
+
+    def both(self) -> None:
+        torch.autograd.grad(self.read(), self.leaves, self.upstream)
+
+
+def check(config: Config, impl: str, norms: str) -> None:
     """Compare with float64 on 33 tokens of this width and depth; RuntimeError where the bounds are not met.
 
     The bounds are those of the tests: 1.5 times the eager definition's error in the same dtype for read-outs, 3 times
     for gradients, or 2 units in the last place.
     """
-    found = {}
-    for name, impl, dtype in (
-        ("exact", "eager", torch.float64),
-        ("eager", "eager", torch.bfloat16),
-        ("ours", config.impl, torch.bfloat16),
-    ):
-        depth, values, upstream = routing(replace(config, impl=impl), 1, 33, torch.bfloat16, "cuda")
-        if dtype == torch.float64:
-            depth, values = depth.double(), [v.detach().double().requires_grad_() for v in values]
-            upstream = [u.double() for u in upstream]
-        readouts = read_all(depth, values)
-        gradients = torch.autograd.grad(readouts, [*values, *depth.parameters()], upstream)
-        found[name] = [torch.stack(readouts), *gradients]
-    for i, exact in enumerate(found["exact"]):
-        if exact.abs().max() == 0:
+    exact, eager, ours = (
+        Routing(config, name, 1, 33, dtype=dtype, norms=norms).forward_and_backward()
+        for name, dtype in (("eager", torch.float64), ("eager", torch.bfloat16), (impl, torch.bfloat16))
+    )
+    for i, truth in enumerate(exact):
+        size = truth.abs().max()
+        if size == 0:
             continue
-        eager, ours = (
-            ((found[n][i].double() - exact).abs().max() / exact.abs().max()).item() for n in ("eager", "ours")
-        )
-        bound = max((1.5 if i == 0 else 3) * eager, 2 * ULP)
-        if not ours <= bound:
-            raise RuntimeError(f"impl={config.impl!r}, tensor {i}: error {ours:.2e}; accepted: up to {bound:.2e}")
+        far = [((found[i].double() - truth).abs().max() / size).item() for found in (eager, ours)]
+        bound = max((1.5 if i == 0 else 3) * far[0], 2 * ULP)
+        if not far[1] <= bound:
+            raise RuntimeError(f"{impl}, tensor {i}: error {far[1]:.2e}; accepted: up to {bound:.2e}")
 
 
-def milliseconds(function: Callable, repeats: int = 15) -> float:
-    """Median time of a replay of the function's CUDA graph."""
+def milliseconds(function: Callable, repeats: int = 15) -> tuple[float, str]:
+    """Median time of a replay of the function's CUDA graph; of a call, where it cannot be captured; and which."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -97,9 +149,13 @@ def milliseconds(function: Callable, repeats: int = 15) -> float:
             function()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
-    return median(event_times(graph.replay, repeats))
+    try:
+        with torch.cuda.graph(graph):
+            function()
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return median(event_times(function, repeats)), "call"
+    return median(event_times(graph.replay, repeats)), "graph"
 
 
 def event_times(function: Callable, repeats: int) -> Iterator[float]:
@@ -139,85 +195,134 @@ def fewest_rows(sites: int) -> tuple[int, int]:
     return min((rows(size) for size in range(1, sites + 1)), key=sum)
 
 
-def routing_rows(names: list[str], heads: list[int], impls: list[str], bandwidth: float) -> Iterator[dict]:
+def routing_rows(
+    names: Sequence[str], heads: Sequence[int], impls: Sequence[str], norms: Sequence[str], bandwidth: float
+) -> Iterator[dict]:
     for name in names:
         for h in heads:
-            for impl in impls:
-                config = preset(name, residual="full", heads=h, impl="eager" if impl == "compile" else impl)
-                check(config)
-                depth, values, upstream = routing(config, MICRO_BATCH[name], config.context, torch.bfloat16, "cuda")
-                read = torch.compile(read_all) if impl == "compile" else read_all
-
-                def forward(read=read, depth=depth, values=values) -> None:
-                    with torch.no_grad():
-                        read(depth, values)
-
-                def both(read=read, depth=depth, values=values, upstream=upstream) -> None:
-                    torch.autograd.grad(read(depth, values), [*values, *depth.parameters()], upstream)
-
-                once, twice = milliseconds(forward), milliseconds(both)
-                rows, row_bytes = fewest_rows(config.sites), values[0].nbytes
-                yield {
-                    "setting": name,
-                    "heads": h,
-                    "impl": impl,
+            for impl, norm in ((i, n) for i in impls for n in norms):
+                if impl in PEERS and (h > 1 or norm != "none"):
+                    continue
+                config = preset(name, residual="full", heads=h)
+                row = {"setting": name, "heads": h, "impl": impl, "norms": norm}
+                try:
+                    check(config, impl, norm)
+                except Exception as error:
+                    if impl not in PEERS:
+                        raise
+                    yield row | {"not_timed": f"{type(error).__name__}: {error}"[:300]}
+                    continue
+                run = Routing(config, impl, MICRO_BATCH[name], config.context, norms=norm)
+                (once, _), (twice, timed) = milliseconds(run.forward), milliseconds(run.both)
+                rows, row_bytes = fewest_rows(config.sites), run.values[0].nbytes
+                yield row | {
                     "fwd_ms": round(once, 3),
                     "fwdbwd_ms": round(twice, 3),
+                    "timed": timed,
                     "fewest_bytes_fwd": rows[0] * row_bytes,
                     "fewest_bytes_fwdbwd": sum(rows) * row_bytes,
                     "share_of_copy_bandwidth": round(sum(rows) * row_bytes / (1e-3 * twice) / bandwidth, 3),
                 }
-                del depth, values, upstream
+                del run
                 torch.cuda.empty_cache()
 
 
-def training_rows(names: list[str], schemes: list[str], modes: list[str]) -> Iterator[dict]:
-    """Whole steps in bfloat16, parameters too, with fused AdamW: tokens/s and peak memory."""
+class Step:
+    """An optimizer step in bfloat16, parameters too, with fused AdamW, on random tokens."""
+
+    def __init__(self, config: Config, batch: int, mode: str, recompute: bool):
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        with torch.device("meta"):
+            model = Model(config)
+        model = model.to_empty(device="cuda")
+        model.rotation = rope(config.context, config.head_dim, config.rope_theta).cuda()
+        for parameter in model.parameters():  # on the GPU: a billion draws take long on a CPU
+            torch.nn.init.normal_(parameter, std=0.02) if parameter.ndim == 2 else parameter.data.fill_(1)
+        if config.routed:
+            for query in model.depth.query:
+                query.data.zero_()
+        for sublayer in (part for layer in model.layers for part in (layer.attn, layer.mlp) if recompute):
+            sublayer.forward = lambda *a, inner=sublayer.forward: checkpoint(inner, *a, use_reentrant=False)
+        self.model = model.bfloat16()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        generator = torch.Generator("cuda").manual_seed(0)
+        size = batch, config.context + 1
+        self.tokens = torch.randint(config.vocab, size, device="cuda", generator=generator)
+        options = {"eager": None, "compiled": {}, "compiled_graphs": {"mode": "reduce-overhead"}}[mode]
+        self.loss = self.forward if options is None else torch.compile(self.forward, **options)
+        start = time.perf_counter()
+        for _ in range(4):
+            self()
+        torch.cuda.synchronize()
+        self.first_s = time.perf_counter() - start  # compilation above all
+        self.peak = torch.cuda.max_memory_allocated() - before
+
+    def forward(self) -> Tensor:
+        logits = self.model(self.tokens[:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1), self.tokens[:, 1:].flatten())
+
+    def __call__(self) -> None:
+        self.loss().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def window(self, steps: int = 10) -> tuple[float, float]:
+        """Milliseconds per step of several in a row, and how long the CPU was busy with each."""
+        torch.cuda.synchronize()
+        start, begun = time.perf_counter(), torch.cuda.Event(enable_timing=True)
+        ended = torch.cuda.Event(enable_timing=True)
+        begun.record()
+        for _ in range(steps):
+            self()
+        busy = time.perf_counter() - start
+        ended.record()
+        ended.synchronize()
+        return begun.elapsed_time(ended) / steps, 1e3 * busy / steps
+
+
+def training_rows(
+    names: Sequence[str], layers: Sequence[int], schemes: Sequence[str], mode: str, recompute: bool
+) -> Iterator[dict]:
+    """Tokens/s and peak memory; the schemes take turns, so that a machine that slows down slows all of them."""
     for name in names:
-        for mode in modes:
+        for depth in layers or [preset(name).layers]:
+            steps: dict[str, Step] = {}
             for scheme in schemes:
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
                 changes = {} if scheme == "standard" else {"residual": "full", "heads": 8, "impl": scheme}
-                config = preset(name, **changes)
-                with torch.device("meta"):
-                    model = Model(config)
-                model = model.to_empty(device="cuda")
-                model.rotation = rope(config.context, config.head_dim, config.rope_theta).cuda()
-                for parameter in model.parameters():  # on the GPU: a billion draws take long on a CPU
-                    torch.nn.init.normal_(parameter, std=0.02) if parameter.ndim == 2 else parameter.data.fill_(1)
-                if scheme != "standard":
-                    for query in model.depth.query:
-                        query.data.zero_()
-                model = model.bfloat16()
-                optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-                shape = MICRO_BATCH[name], config.context + 1
-                tokens = torch.randint(
-                    config.vocab, shape, device="cuda", generator=torch.Generator("cuda").manual_seed(0)
-                )
-
-                def loss_of(model=model, tokens=tokens) -> Tensor:
-                    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-
-                loss_of = torch.compile(loss_of) if mode == "compiled" else loss_of
-
-                def step(loss_of=loss_of, optimizer=optimizer) -> None:
-                    loss_of().backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-
-                list(event_times(step, 4))
-                ms = median(event_times(step, 10))
-                count = shape[0] * config.context
+                config = preset(name, layers=depth, **changes)
+                torch._dynamo.reset()
+                torch.cuda.empty_cache()
+                steps[scheme] = Step(config, MICRO_BATCH[name], mode, recompute)
+            times = {scheme: [] for scheme in schemes}
+            for _ in range(7):
+                for scheme, step in steps.items():
+                    times[scheme].append(step.window())
+            for scheme, step in steps.items():
+                ms = median(t for t, _ in times[scheme])
                 yield {
                     "setting": name,
+                    "layers": depth,
                     "scheme": scheme,
                     "mode": mode,
+                    "recompute": recompute,
                     "step_ms": round(ms, 2),
-                    "tokens_per_s": round(count / (1e-3 * ms)),
-                    "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2),
+                    "cpu_ms": round(median(busy for _, busy in times[scheme]), 2),
+                    "tokens_per_s": round(MICRO_BATCH[name] * config.context / (1e-3 * ms)),
+                    "peak_gb": round(step.peak / 1e9, 3),
+                    "speed_ratio": round(median(a / b for (a, _), (b, _) in zip(times[schemes[0]], times[scheme])), 3),
+                    "memory_ratio": round(step.peak / steps[schemes[0]].peak, 3),
+                    "first_4_steps_s": round(step.first_s, 1),
                 }
-                del model, optimizer, loss_of, step
+            del steps, step
+
+
+def processor() -> str:
+    """The CPU's name, which decides how fast kernels are launched."""
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
 
 
 def main() -> None:
@@ -226,35 +331,41 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         "python -m mhar_minimal.kernels.benchmark", description=__doc__, formatter_class=layout
     )
-    parser.add_argument("part", choices=("routing", "training"), help="what to time")
-    parser.add_argument("--settings", nargs="+", default=list(MICRO_BATCH), help="presets")
-    parser.add_argument("--heads", nargs="+", type=int, default=[1, 8], help="depth heads, of routing")
-    parser.add_argument("--impl", nargs="+", default=["two_phase", "fused", "eager"], help="also: compile (of eager)")
-    parser.add_argument(
-        "--schemes", nargs="+", default=["standard", "two_phase"], help="of training; also fused, eager"
-    )
-    parser.add_argument("--modes", nargs="+", default=["eager"], help="of training: eager, compiled")
-    parser.add_argument("--out", default="notebooks/results/kernels_gpu.json", help="JSON file that the rows go into")
+    option = parser.add_argument
+    option("part", choices=("routing", "training"), help="what to time")
+    option("--settings", nargs="+", default=list(MICRO_BATCH), help="presets")
+    option("--heads", nargs="+", type=int, default=[1, 8], help="depth heads, of routing")
+    option("--impl", nargs="+", default=["two_phase", "fused", "eager"], help="also compile (of eager), fla, liger")
+    option("--norms", nargs="+", default=["none"], help="of routing: none, apart, fused (into the read-outs)")
+    option("--schemes", nargs="+", default=["standard", "two_phase"], help="of training, baseline first; fused, eager")
+    option("--mode", default="eager", help="of training: eager, compiled, compiled_graphs (with CUDA graphs)")
+    option("--recompute", action="store_true", help="sublayers' activations are computed again in the backward")
+    option("--layers", nargs="+", type=int, default=[], help="depths in place of the preset's own, of training")
+    option("--revision", default=git_revision(), help="of the code")
+    option("--out", default="notebooks/results/kernels_gpu.json", help="JSON file that the rows go into")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("error: no CUDA GPU; accepted: a machine with one")
     bandwidth = copy_bandwidth()
+    torch.cuda.empty_cache()
     out = Path(args.out)
     stored = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"parts": []}
     part = {
         "command": shlex.join(["python", "-m", "mhar_minimal.kernels.benchmark", *sys.argv[1:]]),
+        "git": args.revision,
         "machine": torch.cuda.get_device_name(),
+        "processor": processor(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},
         "seed": 0,
         "copy_tb_per_s": round(bandwidth / 1e12, 3),
         args.part: [],
     }
     stored["parts"].append(part)
-    print(f"{part['machine']}, copy {part['copy_tb_per_s']} TB/s")
+    print(f"{part['machine']}, {part['processor']}, copy {part['copy_tb_per_s']} TB/s")
     if args.part == "routing":
-        rows = routing_rows(args.settings, args.heads, args.impl, bandwidth)
+        rows = routing_rows(args.settings, args.heads, args.impl, args.norms, bandwidth)
     else:
-        rows = training_rows(args.settings, args.schemes, args.modes)
+        rows = training_rows(args.settings, args.layers, args.schemes, args.mode, args.recompute)
     for row in rows:
         print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
         part[args.part].append(row)

@@ -180,7 +180,7 @@ def laid_out(source: Tensor, dtype: torch.dtype) -> Tensor:
         source = source.to(dtype).contiguous()
     if torch.compiler.is_compiling():  # which aligns its inputs itself
         return source
-    return source.clone() if source.data_ptr() & 15 else source
+    return source.clone() if source.storage_offset() * source.itemsize & 15 else source
 
 
 def check_runnable(dtype: torch.dtype, device: torch.device) -> None:

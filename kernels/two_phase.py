@@ -156,8 +156,11 @@ def read_forward(
     m = tl.load(early_lse_ptr + behind * H + head, mask=head_here, other=0.0)
     l = tl.full([TT, HP], 1.0, tl.float32)
     acc = tl.load(early_ptr + behind * D + row, mask=here, other=0.0)
+    values = ()  # all loads first: none may pass the barriers of a reduction
     for i in tl.static_range(COUNT):
-        v = tl.load(sources[i] + row, mask=here, other=0.0).to(tl.float32)
+        values += (tl.load(sources[i] + row, mask=here, other=0.0),)
+    for i in tl.static_range(COUNT):
+        v = values[i].to(tl.float32)
         r = tl.rsqrt(tl.sum(tl.sum(v * v, 2), 1) / D + eps)  # [TT], over the full width
         _, m, l, acc = merge(v, r, q, m, l, acc)
         if i == COUNT - 1:
@@ -173,13 +176,13 @@ def read_forward(
         tl.store(normed_ptr + row, acc * rho[:, None, None] * gain[None], mask=here)
 
 
-@kernel("rows", "part", "stats", "radial", "dlr", "rho", "tokens", "site", "slot", "count", "sites")
+@kernel("rows", "part", "stats", "radial", "dlr", "rho", "tokens", "site", "slot", "sites")
 def source_backward(
     dout_ptr,  # gradient of what this site gave, [tokens, D]: of its read-out, with NORM of that behind the norm
     readout_ptr,
     rest_ptr,
     lse_ptr,
-    v_ptr,  # the source written before this site, [tokens, D]; None without SOURCE
+    v_ptr,  # the source written before this site, [tokens, D]; None without one
     q_ptr,  # all queries, float32 [sites, D]
     gain_ptr,  # of the norms, float32 [sites, D]; None without NORM
     ledger_ptr,  # in and out, its sections at these offsets:
@@ -187,17 +190,16 @@ def source_backward(
     part,  # what later blocks send the block's sources, stored [room, tokens, D]
     stats,  # lse and δ, float32 [tokens, H, sites, 2]
     radial,  # the norm's share of part, float32 [room, tokens, H]
-    dlr,  # dlogit · r of this source, float32 [tokens, H, count]
+    dlr,  # dlogit · r of this source, float32 [tokens, H, COUNT]
     rho,  # of the norm behind this site, float32 [tokens]
     dv_ptr,  # out, [tokens, D]
     tokens,
     site,
     slot,  # of the source in its block
-    count,  # sites of this block that read the source, this one first
     sites,
     eps,
     norm_eps,
-    SOURCE: tl.constexpr,
+    COUNT: tl.constexpr,  # sites of this block that read the source, this one first; 0 without a source
     PART: tl.constexpr,  # whether later blocks read the source
     REST: tl.constexpr,
     NORM: tl.constexpr,
@@ -220,37 +222,48 @@ def source_backward(
     plane = tokens.to(tl.int64) * D
     rows_ptr = section(ledger_ptr, rows, STORED)
     stat = ledger_ptr + stats + head * (2 * sites)
-    dlr_ptr = ledger_ptr + dlr + head * count
+    dlr_ptr = ledger_ptr + dlr + head * COUNT
+    # All loads first: none may pass the barriers of a reduction.
     dout = tl.load(dout_ptr + row, mask=here, other=0.0).to(tl.float32)
     readout = read_exact(readout_ptr, rest_ptr, row, here, REST)
+    lse = tl.load(lse_ptr + head, mask=head_here, other=0.0)
+    if COUNT:
+        value = tl.load(v_ptr + row, mask=here, other=0.0)
+    douts, lses, deltas = (), (), ()
+    for i in tl.static_range(1, COUNT):
+        at = site + i
+        douts += (tl.load(rows_ptr + at * plane + row, mask=here, other=0.0),)
+        lses += (tl.load(stat + 2 * at, mask=head_here, other=0.0),)
+        deltas += (tl.load(stat + 2 * at + 1, mask=head_here, other=0.0),)
+    if PART:
+        behind = slot * tokens.to(tl.int64)
+        sent = tl.load(section(ledger_ptr, part, STORED) + behind * D + row, mask=here, other=0.0)
+        turned = tl.load(ledger_ptr + radial + behind * H + head, mask=head_here, other=0.0)
     if NORM:
         scale = tl.rsqrt(tl.sum(tl.sum(readout * readout, 2), 1) / D + norm_eps)  # [TT]
         scaled = dout * tl.load(gain_ptr + site * D + channel, mask=inside, other=0.0)[None]
         same = tl.sum(tl.sum(scaled * readout, 2), 1) * scale * scale / D
         dout = scale[:, None, None] * (scaled - same[:, None, None] * readout)
         tl.store(ledger_ptr + rho + t, scale, mask=t < tokens)
-    lse = tl.load(lse_ptr + head, mask=head_here, other=0.0)
     delta = tl.sum(dout * readout, 2)
     tl.store(rows_ptr + site * plane + row, dout, mask=here)
     tl.store(stat + 2 * site, lse, mask=head_here)
     tl.store(stat + 2 * site + 1, delta, mask=head_here)
-    if SOURCE:
-        v = tl.load(v_ptr + row, mask=here, other=0.0).to(tl.float32)
+    if COUNT:
+        v = value.to(tl.float32)
         r = tl.rsqrt(tl.sum(tl.sum(v * v, 2), 1) / D + eps)
         query = q_ptr + site * D + channel
         dv, along = contribution(v, r, query, inside, dout, lse, delta, dlr_ptr, head_here)
-        for i in range(1, count):
-            at = site + i
-            dout = tl.load(rows_ptr + at * plane + row, mask=here, other=0.0).to(tl.float32)
-            lse = tl.load(stat + 2 * at, mask=head_here, other=0.0)
-            delta = tl.load(stat + 2 * at + 1, mask=head_here, other=0.0)
-            more, turned = contribution(v, r, query + i * D, inside, dout, lse, delta, dlr_ptr + i, head_here)
+        for i in tl.static_range(1, COUNT):
+            dout = douts[i - 1].to(tl.float32)
+            more, again = contribution(
+                v, r, query + i * D, inside, dout, lses[i - 1], deltas[i - 1], dlr_ptr + i, head_here
+            )
             dv += more
-            along += turned
+            along += again
         if PART:
-            dv += tl.load(section(ledger_ptr, part, STORED) + slot * plane + row, mask=here, other=0.0).to(tl.float32)
-            sent = ledger_ptr + radial + slot * tokens.to(tl.int64) * H + head
-            along += tl.load(sent, mask=head_here, other=0.0)
+            dv += sent.to(tl.float32)
+            along += turned
         shrink = tl.sum(along, 1) * r * r / D  # [TT]: the norm's backward
         tl.store(dv_ptr + row, dv - shrink[:, None, None] * v, mask=here)
 
@@ -704,11 +717,11 @@ def block_constants(dtype: torch.dtype, dim: int, heads: int, block: int) -> dic
 def query_constants(dtype: torch.dtype, dim: int, heads: int, count: int, **flags: bool) -> dict:
     """The compile-time constants of `query_backward` for so many sources; first the flags."""
     width, several = dim // heads, triton.next_power_of_2(count)
-    padded = min(max(16, triton.next_power_of_2(width)), 256)
+    padded = min(max(16, triton.next_power_of_2(width)), 64)
     return {
         **flags, "D": dim, "H": heads, "K": width, "KC": padded, "NC": ceil(width, padded), "SP": STEP,
         "TM": max(1, 32 // several), "JP": several, "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
-        "num_warps": 4,
+        "num_warps": 2,
     }  # fmt: skip
 
 
@@ -985,16 +998,17 @@ def read_backward(
     if tokens:
         at, tt = sections_for(readout, sites, room, heads), together(tokens)
         held = rest if rest.numel() else None
-        flags = dict(SOURCE=source, REST=held is not None, NORM=norm)
-        constants = site_constants(dim, heads, tt, PART=slot >= 0, **flags, STORED=DTYPES[dv.dtype])
+        flags = dict(REST=held is not None, NORM=norm)
+        reads = count if source else 0
+        constants = site_constants(dim, heads, tt, COUNT=reads, PART=slot >= 0, **flags, STORED=DTYPES[dv.dtype])
         source_backward(
             (ceil(tokens, tt), 1, 1), constants,
             dout, readout, held, lse, newest, q, gains,
             ledger, at.rows, at.part, at.stats, at.radial, at.dlr, at.rho, dv,
-            tokens, site, slot, count, sites, eps, norm_eps,
+            tokens, site, slot, sites, eps, norm_eps,
         )  # fmt: skip
         if source or norm:
-            constants = query_constants(readout.dtype, dim, heads, 1, ONE=True, **flags)
+            constants = query_constants(readout.dtype, dim, heads, 1, SOURCE=source, ONE=True, **flags)
             query_backward(
                 (1, heads * constants["NC"], PARTS), constants,
                 newest, readout, ledger, at.dlr, ledger, at.dq, at.dgain, at.rho, dout, readout, held,
