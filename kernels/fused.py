@@ -76,7 +76,7 @@ def merge(v, r, q, m, l, acc):
     """One more source v [TT, HP, KP] for the online softmax: its logit [TT, HP], and the new m, l and acc."""
     # r goes in before the sum: a product at the end would be fused with the subtraction below, and then the largest
     # logit minus itself is not zero.
-    logit = tl.sum((v * r[:, None, None]) * q[None], 2)
+    logit = tl.sum((v * r[:, None, None]) * q, 2)
     new = tl.maximum(m, logit)
     old = tl.exp(m - new)
     p = tl.exp(logit - new)
@@ -107,10 +107,10 @@ def site_forward(
     t = tl.program_id(0).to(tl.int64) * TT + tl.arange(0, TT)
     h = tl.arange(0, HP)
     k = tl.arange(0, KP)
-    channel = h[:, None] * K + k[None, :]  # [HP, KP]
-    inside = (h < H)[:, None] & (k < K)[None, :]
-    row = t[:, None, None] * D + channel[None]  # [TT, HP, KP]
-    here = (t < tokens)[:, None, None] & inside[None]
+    channel = (h[:, None] * K + k[None, :])[None]  # [1, HP, KP]
+    inside = ((h < H)[:, None] & (k < K)[None, :])[None]
+    row = t[:, None, None] * D + channel  # [TT, HP, KP]
+    here = (t < tokens)[:, None, None] & inside
     head = t[:, None] * H + h[None, :]  # [TT, HP]
     head_here = (t < tokens)[:, None] & (h < H)[None, :]
     plane = tokens.to(tl.int64) * H
@@ -163,17 +163,17 @@ def site_backward(
 ):
     h = tl.arange(0, HP)
     k = tl.arange(0, KP)
-    channel = h[:, None] * K + k[None, :]
-    inside = (h < H)[:, None] & (k < K)[None, :]
+    channel = (h[:, None] * K + k[None, :])[None]  # [1, HP, KP]
+    inside = ((h < H)[:, None] & (k < K)[None, :])[None]
     plane = tokens.to(tl.int64) * D
     q = tl.load(q_ptr + channel, mask=inside, other=0.0)
-    dq = tl.zeros([HP, KP], tl.float32)
+    dq = tl.zeros([1, HP, KP], tl.float32)
     first = tl.program_id(0) * chunk
     for start in range(first, tl.minimum(first + chunk, tokens), TT):
         t = start + tl.arange(0, TT).to(tl.int64)
         there = (t < tokens) & (t < first + chunk)
-        row = t[:, None, None] * D + channel[None]
-        here = there[:, None, None] & inside[None]
+        row = t[:, None, None] * D + channel
+        here = there[:, None, None] & inside
         head = t[:, None] * H + h[None, :]
         head_here = there[:, None] & (h < H)[None, :]
         dout = tl.load(dout_ptr + row, mask=here, other=0.0).to(tl.float32)
@@ -184,7 +184,7 @@ def site_backward(
             source = tl.multiple_of(tl.load(table + i).to(like_ptr.dtype), 16)
             v = tl.load(source + row, mask=here, other=0.0).to(tl.float32)
             r = tl.rsqrt(tl.sum(tl.sum(v * v, 2), 1) / D + eps)
-            logit = tl.sum((v * r[:, None, None]) * q[None], 2)
+            logit = tl.sum((v * r[:, None, None]) * q, 2)
             p = tl.exp(logit - lse)
             dlogit = p * (tl.sum(dout * v, 2) - delta)
             if count == 1:  # one source weighs 1 whatever the query, and whatever lse lost to rounding
@@ -192,9 +192,9 @@ def site_backward(
                 dlogit = tl.zeros([TT, HP], tl.float32)
             radial = tl.sum(dlogit * logit, 1) * r * r / D  # [TT]
             scaled = (dlogit * r[:, None])[:, :, None]
-            dv = p[:, :, None] * dout + scaled * q[None] - radial[:, None, None] * v
+            dv = p[:, :, None] * dout + scaled * q - radial[:, None, None] * v
             tl.store(dv_ptr + i * plane + row, dv, mask=here)
-            dq += tl.sum(scaled * v, 0)
+            dq += tl.sum(scaled * v, 0)[None]
     tl.store(dq_ptr + tl.program_id(0) * D + channel, dq, mask=inside)
 
 

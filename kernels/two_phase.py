@@ -115,7 +115,7 @@ def norm_backward(
     tl.store(dv_ptr + row, dv - (turned * r * r / D)[:, None] * v, mask=mask)
 
 
-@kernel("tokens", "site", "k")
+@kernel("tokens", "site", "nth")
 def read_forward(
     sources,  # COUNT sources written inside the block before this site, oldest first, [tokens, D] each
     like_ptr,  # anything of the sources' dtype
@@ -130,7 +130,7 @@ def read_forward(
     r_ptr,  # out, r of the newest source, float32 [tokens]
     tokens,
     site,
-    k,  # of the site in the block
+    nth,  # of the site in the block
     eps,
     norm_eps,
     COUNT: tl.constexpr,
@@ -145,13 +145,14 @@ def read_forward(
 ):
     t = tl.program_id(0).to(tl.int64) * TT + tl.arange(0, TT)
     h = tl.arange(0, HP)
-    channel = h[:, None] * K + tl.arange(0, KP)[None, :]  # [HP, KP]
-    inside = (h < H)[:, None] & (tl.arange(0, KP) < K)[None, :]
-    row = t[:, None, None] * D + channel[None]  # [TT, HP, KP]
-    here = (t < tokens)[:, None, None] & inside[None]
+    k = tl.arange(0, KP)
+    channel = (h[:, None] * K + k[None, :])[None]  # [1, HP, KP]
+    inside = ((h < H)[:, None] & (k < K)[None, :])[None]
+    row = t[:, None, None] * D + channel  # [TT, HP, KP]
+    here = (t < tokens)[:, None, None] & inside
     head = t[:, None] * H + h[None, :]  # [TT, HP]
     head_here = (t < tokens)[:, None] & (h < H)[None, :]
-    behind = k * tokens.to(tl.int64)
+    behind = nth * tokens.to(tl.int64)
     q = tl.load(q_ptr + site * D + channel, mask=inside, other=0.0)
     m = tl.load(early_lse_ptr + behind * H + head, mask=head_here, other=0.0)
     l = tl.full([TT, HP], 1.0, tl.float32)
@@ -173,16 +174,16 @@ def read_forward(
     if NORM:
         gain = tl.load(gain_ptr + site * D + channel, mask=inside, other=0.0)
         rho = tl.rsqrt(tl.sum(tl.sum(acc * acc, 2), 1) / D + norm_eps)  # [TT]
-        tl.store(normed_ptr + row, acc * rho[:, None, None] * gain[None], mask=here)
+        tl.store(normed_ptr + row, acc * rho[:, None, None] * gain, mask=here)
 
 
-@kernel("rows", "part", "stats", "radial", "dlr", "rho", "tokens", "site", "slot", "sites")
+@kernel("rows", "part", "stats", "radial", "dlr", "rho", "tokens", "site", "slot", "count", "sites")
 def source_backward(
     dout_ptr,  # gradient of what this site gave, [tokens, D]: of its read-out, with NORM of that behind the norm
     readout_ptr,
     rest_ptr,
     lse_ptr,
-    v_ptr,  # the source written before this site, [tokens, D]; None without one
+    v_ptr,  # the source written before this site, [tokens, D]; None without SOURCE
     q_ptr,  # all queries, float32 [sites, D]
     gain_ptr,  # of the norms, float32 [sites, D]; None without NORM
     ledger_ptr,  # in and out, its sections at these offsets:
@@ -190,16 +191,17 @@ def source_backward(
     part,  # what later blocks send the block's sources, stored [room, tokens, D]
     stats,  # lse and δ, float32 [tokens, H, sites, 2]
     radial,  # the norm's share of part, float32 [room, tokens, H]
-    dlr,  # dlogit · r of this source, float32 [tokens, H, COUNT]
+    dlr,  # dlogit · r of this source, float32 [tokens, H, count]
     rho,  # of the norm behind this site, float32 [tokens]
     dv_ptr,  # out, [tokens, D]
     tokens,
     site,
     slot,  # of the source in its block
+    count,  # sites of this block that read the source, this one first
     sites,
     eps,
     norm_eps,
-    COUNT: tl.constexpr,  # sites of this block that read the source, this one first; 0 without a source
+    SOURCE: tl.constexpr,
     PART: tl.constexpr,  # whether later blocks read the source
     REST: tl.constexpr,
     NORM: tl.constexpr,
@@ -213,35 +215,28 @@ def source_backward(
 ):
     t = tl.program_id(0).to(tl.int64) * TT + tl.arange(0, TT)
     h = tl.arange(0, HP)
-    channel = h[:, None] * K + tl.arange(0, KP)[None, :]
-    inside = (h < H)[:, None] & (tl.arange(0, KP) < K)[None, :]
-    row = t[:, None, None] * D + channel[None]  # [TT, HP, KP]
-    here = (t < tokens)[:, None, None] & inside[None]
+    k = tl.arange(0, KP)
+    channel = (h[:, None] * K + k[None, :])[None]  # [1, HP, KP]
+    inside = ((h < H)[:, None] & (k < K)[None, :])[None]
+    row = t[:, None, None] * D + channel  # [TT, HP, KP]
+    here = (t < tokens)[:, None, None] & inside
     head = t[:, None] * H + h[None, :]  # [TT, HP]
     head_here = (t < tokens)[:, None] & (h < H)[None, :]
     plane = tokens.to(tl.int64) * D
     rows_ptr = section(ledger_ptr, rows, STORED)
     stat = ledger_ptr + stats + head * (2 * sites)
-    dlr_ptr = ledger_ptr + dlr + head * COUNT
-    # All loads first: none may pass the barriers of a reduction.
+    dlr_ptr = ledger_ptr + dlr + head * count
+    # Loads first: none may pass the barriers of a reduction.
     dout = tl.load(dout_ptr + row, mask=here, other=0.0).to(tl.float32)
     readout = read_exact(readout_ptr, rest_ptr, row, here, REST)
     lse = tl.load(lse_ptr + head, mask=head_here, other=0.0)
-    if COUNT:
+    if NORM:
+        gain = tl.load(gain_ptr + site * D + channel, mask=inside, other=0.0)
+    if SOURCE:
         value = tl.load(v_ptr + row, mask=here, other=0.0)
-    douts, lses, deltas = (), (), ()
-    for i in tl.static_range(1, COUNT):
-        at = site + i
-        douts += (tl.load(rows_ptr + at * plane + row, mask=here, other=0.0),)
-        lses += (tl.load(stat + 2 * at, mask=head_here, other=0.0),)
-        deltas += (tl.load(stat + 2 * at + 1, mask=head_here, other=0.0),)
-    if PART:
-        behind = slot * tokens.to(tl.int64)
-        sent = tl.load(section(ledger_ptr, part, STORED) + behind * D + row, mask=here, other=0.0)
-        turned = tl.load(ledger_ptr + radial + behind * H + head, mask=head_here, other=0.0)
     if NORM:
         scale = tl.rsqrt(tl.sum(tl.sum(readout * readout, 2), 1) / D + norm_eps)  # [TT]
-        scaled = dout * tl.load(gain_ptr + site * D + channel, mask=inside, other=0.0)[None]
+        scaled = dout * gain
         same = tl.sum(tl.sum(scaled * readout, 2), 1) * scale * scale / D
         dout = scale[:, None, None] * (scaled - same[:, None, None] * readout)
         tl.store(ledger_ptr + rho + t, scale, mask=t < tokens)
@@ -249,21 +244,23 @@ def source_backward(
     tl.store(rows_ptr + site * plane + row, dout, mask=here)
     tl.store(stat + 2 * site, lse, mask=head_here)
     tl.store(stat + 2 * site + 1, delta, mask=head_here)
-    if COUNT:
+    if SOURCE:
         v = value.to(tl.float32)
         r = tl.rsqrt(tl.sum(tl.sum(v * v, 2), 1) / D + eps)
         query = q_ptr + site * D + channel
         dv, along = contribution(v, r, query, inside, dout, lse, delta, dlr_ptr, head_here)
-        for i in tl.static_range(1, COUNT):
-            dout = douts[i - 1].to(tl.float32)
-            more, again = contribution(
-                v, r, query + i * D, inside, dout, lses[i - 1], deltas[i - 1], dlr_ptr + i, head_here
-            )
+        for i in range(1, count):
+            at = site + i
+            dout = tl.load(rows_ptr + at * plane + row, mask=here, other=0.0).to(tl.float32)
+            lse = tl.load(stat + 2 * at, mask=head_here, other=0.0)
+            delta = tl.load(stat + 2 * at + 1, mask=head_here, other=0.0)
+            more, turned = contribution(v, r, query + i * D, inside, dout, lse, delta, dlr_ptr + i, head_here)
             dv += more
-            along += again
-        if PART:
-            dv += sent.to(tl.float32)
             along += turned
+        if PART:
+            dv += tl.load(section(ledger_ptr, part, STORED) + slot * plane + row, mask=here, other=0.0).to(tl.float32)
+            sent = ledger_ptr + radial + slot * tokens.to(tl.int64) * H + head
+            along += tl.load(sent, mask=head_here, other=0.0)
         shrink = tl.sum(along, 1) * r * r / D  # [TT]: the norm's backward
         tl.store(dv_ptr + row, dv - shrink[:, None, None] * v, mask=here)
 
@@ -272,12 +269,12 @@ def source_backward(
 def contribution(v, r, q_ptr, inside, dout, lse, delta, dlr_ptr, head_here):
     """What one site sends the source v: its gradient [TT, HP, KP] without the norm's share, and dlogit · logit."""
     q = tl.load(q_ptr, mask=inside, other=0.0)
-    logit = tl.sum((v * r[:, None, None]) * q[None], 2)
+    logit = tl.sum((v * r[:, None, None]) * q, 2)
     p = tl.exp(logit - lse)
     dlogit = p * (tl.sum(dout * v, 2) - delta)
     dlr = dlogit * r[:, None]
     tl.store(dlr_ptr, dlr, mask=head_here)
-    return p[:, :, None] * dout + dlr[:, :, None] * q[None], dlogit * logit
+    return p[:, :, None] * dout + dlr[:, :, None] * q, dlogit * logit
 
 
 @triton.jit
@@ -936,7 +933,7 @@ begin.differentiable(_begin_setup, _begin_backward, first=2)
 @operation("read")
 def read(
     ledger: Tensor, newest: Tensor | None, like: Tensor, q: Tensor, gains: Tensor | None, early: Tensor,
-    early_lse: Tensor, local: list[Tensor], site: int, k: int, end: int, slot: int, room: int, heads: int, eps: float,
+    early_lse: Tensor, local: list[Tensor], site: int, nth: int, end: int, slot: int, room: int, heads: int, eps: float,
     norm_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The read-out of one site, phase 1 merged with the sources of its own block.
@@ -949,7 +946,7 @@ def read(
         gains: of the RMSNorms behind the sites, float32 [sites, D]: the read-out is given behind its norm; or None.
         early, early_lse: phase 1 of the block, from `begin`.
         local: the older sources of the block, [B, T, D] each; their gradients are their own sites' business.
-        site, k: this site, in the model and in the block.
+        site, nth: this site, in the model and in the block.
         end: the first site that does not read ``newest`` within the block.
         slot: of ``newest`` among the sources that the next block publishes; -1 if it is none of them.
         room, heads, eps, norm_eps: as in `begin`; of the RMSNorms.
@@ -971,7 +968,7 @@ def read(
         )  # fmt: skip
         read_forward(
             (ceil(tokens, tt), 1, 1), constants, tuple(sources) or (like,),
-            like, q, gains, early, early_lse, readout, rest, normed, lse, r, tokens, site, k, eps, norm_eps,
+            like, q, gains, early, early_lse, readout, rest, normed, lse, r, tokens, site, nth, eps, norm_eps,
         )  # fmt: skip
     readout, rest = rounded(readout, rest, like.dtype)
     if norm:
@@ -980,7 +977,7 @@ def read(
 
 
 @read.fake
-def _(ledger, newest, like, q, gains, early, early_lse, local, site, k, end, slot, room, heads, eps, norm_eps):
+def _(ledger, newest, like, q, gains, early, early_lse, local, site, nth, end, slot, room, heads, eps, norm_eps):
     given, lse = torch.empty_like(like), q.new_empty(*like.shape[:-1], heads)
     readout = like.new_empty(0) if gains is None else torch.empty_like(like)
     return passed_on(ledger), given, q.new_empty(like.shape[:-1]), readout, fake_rest(like), lse
@@ -998,17 +995,16 @@ def read_backward(
     if tokens:
         at, tt = sections_for(readout, sites, room, heads), together(tokens)
         held = rest if rest.numel() else None
-        flags = dict(REST=held is not None, NORM=norm)
-        reads = count if source else 0
-        constants = site_constants(dim, heads, tt, COUNT=reads, PART=slot >= 0, **flags, STORED=DTYPES[dv.dtype])
+        flags = dict(SOURCE=source, REST=held is not None, NORM=norm)
+        constants = site_constants(dim, heads, tt, PART=slot >= 0, **flags, STORED=DTYPES[dv.dtype])
         source_backward(
             (ceil(tokens, tt), 1, 1), constants,
             dout, readout, held, lse, newest, q, gains,
             ledger, at.rows, at.part, at.stats, at.radial, at.dlr, at.rho, dv,
-            tokens, site, slot, sites, eps, norm_eps,
+            tokens, site, slot, count, sites, eps, norm_eps,
         )  # fmt: skip
         if source or norm:
-            constants = query_constants(readout.dtype, dim, heads, 1, SOURCE=source, ONE=True, **flags)
+            constants = query_constants(readout.dtype, dim, heads, 1, ONE=True, **flags)
             query_backward(
                 (1, heads * constants["NC"], PARTS), constants,
                 newest, readout, ledger, at.dlr, ledger, at.dq, at.dgain, at.rho, dout, readout, held,
