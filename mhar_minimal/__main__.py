@@ -1,4 +1,4 @@
-"""The command line: ``python -m mhar_minimal compare | train | generate | corpus``."""
+"""The command line: ``python -m mhar_minimal compare | ablate | train | generate | corpus``."""
 
 import argparse
 import json
@@ -16,7 +16,18 @@ from statistics import fmean, stdev
 from mhar_minimal.config import PRESETS, RESIDUALS, Config, preset
 from mhar_minimal.data import Corpus, load_corpus
 from mhar_minimal.generate import generate
-from mhar_minimal.train import CHECKPOINT, Recipe, Row, check_settings, load, metadata, train, write_rows, written_whole
+from mhar_minimal.train import (
+    CHECKPOINT,
+    Recipe,
+    Row,
+    check_run,
+    finished,
+    load,
+    metadata,
+    train,
+    write_rows,
+    written_whole,
+)
 
 ARMS = ("standard", "full:1", "full:4", "block:4")
 
@@ -55,17 +66,7 @@ def run_compare(args: Namespace) -> None:
         for name, config in configs.items():
             folder = out / f"{name.replace(':', '-')}-seed{seed}"
             runs[name, seed] = config, recipe, folder
-            if (folder / CHECKPOINT).exists():
-                wanted = {
-                    "config": asdict(config),
-                    "recipe": asdict(recipe),
-                    "corpus": {"sha256": corpus.sha256, "name": corpus.name},
-                }
-                check_settings(
-                    metadata(folder / CHECKPOINT),
-                    wanted | {"machine": {"device": args.device.partition(":")[0]}},
-                    folder,
-                )
+            check_run(folder, config, recipe, corpus, args.device)
     try:
         for i, ((name, seed), (config, recipe, folder)) in enumerate(runs.items(), 1):
             done = finished(folder)
@@ -78,6 +79,12 @@ def run_compare(args: Namespace) -> None:
             report(results, list(configs), corpus, args)
 
 
+def run_ablate(args: Namespace) -> None:
+    from mhar_minimal.ablate import ablate
+
+    ablate(Path(args.plan), Path(args.out), args.device, args.only, session(args))
+
+
 def arm_config(arm: str, args: Namespace) -> Config:
     residual, colon, heads = arm.partition(":")
     if residual not in RESIDUALS or (colon and not heads.isdecimal()):
@@ -88,11 +95,6 @@ def arm_config(arm: str, args: Namespace) -> Config:
 
 def arm_name(config: Config) -> str:
     return f"{config.residual}:{config.heads}" if config.routed else config.residual
-
-
-def finished(folder: Path) -> bool:
-    file = folder / CHECKPOINT
-    return file.exists() and (meta := metadata(file))["step"] == meta["recipe"]["steps"]
 
 
 def train_apart(config: Config, recipe: Recipe, folder: Path, args: Namespace) -> None:
@@ -147,16 +149,21 @@ def report(results: dict[tuple[str, int], dict], names: list[str], corpus: Corpu
 
     with written_whole(out / "compare.png") as file:
         loss_curves({name: rows[1:] for name, rows in histories.items()}).savefig(file, format="png")
-    about = {
-        "command": shlex.join(["python", "-m", "mhar_minimal", *args.argv]),
-        "machine": {"system": platform.system(), "processor": platform.machine(), "cores": os.cpu_count()},
-        "git": git_revision(),
+    about = session(args) | {
         "corpus": {"name": corpus.name, "python": corpus.python, "sha256": corpus.sha256},
         "runs": [{"scheme": name, **meta} for (name, _), meta in results.items()],  # each with seed and versions
     }
     with written_whole(out / "compare.json") as file:
         file.write_text(json.dumps(about, indent=1))
     print(f"wrote {out / 'compare'}.csv, .png and .json")
+
+
+def session(args: Namespace) -> dict:
+    return {
+        "command": shlex.join(["python", "-m", "mhar_minimal", *args.argv]),
+        "machine": {"system": platform.system(), "processor": platform.machine(), "cores": os.cpu_count()},
+        "git": git_revision(),
+    }
 
 
 def git_revision() -> str | None:
@@ -177,7 +184,8 @@ def parser() -> argparse.ArgumentParser:
     option("--batch-size", type=int, default=Recipe.batch_size, help="windows per step")
     option("--lr", type=float, default=Recipe.lr, help="peak learning rate")
     option("--corpus", default="prose", help="prose, code, or a file or folder of your own text")
-    option("--device", default="cpu", help="cpu or cuda")
+    device = {"default": "cpu", "help": "cpu or cuda"}
+    option("--device", **device)
 
     top = argparse.ArgumentParser("python -m mhar_minimal", description=sys.modules["mhar_minimal"].__doc__)
     commands = top.add_subparsers(required=True, metavar="COMMAND")
@@ -194,6 +202,12 @@ def parser() -> argparse.ArgumentParser:
     option("--block-size", type=int, default=4, help="sublayers per block, of the block arms")
     option("--seeds", type=int, default=1, help="number of seeds, 0 and up, for every arm")
     option("--out", default="runs/compare", help="folder for the table, the figure and the runs")
+
+    option = command(run_ablate, "Carry out the study that a plan describes, or go on with it.")
+    option("plan", metavar="PLAN", help="a TOML file, such as notebooks/results/plan_cpu.toml")
+    option("--out", default="runs/ablate", help="folder for the results and the runs")
+    option("--only", metavar="GRID", help="one grid of the plan; all without it")
+    option("--device", **device)
 
     option = command(run_train, "Train one model.", training)
     option("--residual", default=Config.residual, help=f"residual scheme: {', '.join(RESIDUALS)}")
@@ -231,7 +245,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted; what was finished is kept: --resume, or the same compare again, goes on", file=sys.stderr)
+        print("interrupted; what was finished is kept: --resume, or the same command again, goes on", file=sys.stderr)
         return 130
     return 0
 

@@ -162,15 +162,6 @@ class Run:
     def tokens(self) -> int:
         return self.step * self.recipe.batch_size * self.config.context
 
-    @property
-    def settings(self) -> dict[str, dict]:
-        """What a run that goes on must share with the one that stopped."""
-        return {
-            "config": asdict(self.config),
-            "recipe": asdict(self.recipe),
-            "corpus": {"sha256": self.corpus.sha256, "name": self.corpus.name},
-        }
-
     def save(self, folder: Path) -> None:
         self.peak = max(self.peak, peak_memory(self.device) or 0)
         tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
@@ -178,7 +169,7 @@ class Run:
             for key, value in self.optimizer.state[parameter].items():
                 tensors[f"{key}.{name}"] = value
         tensors["rng"] = torch.get_rng_state()
-        meta = self.settings | {
+        meta = settings(self.config, self.recipe, self.corpus) | {
             "step": self.step,
             "tokens": self.tokens,
             "seconds": self.seconds,
@@ -187,11 +178,7 @@ class Run:
             "parameters": self.model.parameter_count(),
             "peak_memory": self.peak or None,  # bytes
             "machine": {"device": self.device.type, "threads": torch.get_num_threads()},
-            "versions": {
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "mhar_minimal": mhar_minimal.__version__,
-            },
+            "versions": versions(),
         }
         with written_whole(folder / CHECKPOINT) as file:
             try:
@@ -202,7 +189,7 @@ class Run:
     def restore(self, folder: Path) -> None:
         meta = metadata(folder / CHECKPOINT)
         with damaged(folder / CHECKPOINT):
-            check_settings(meta, self.settings, folder)
+            check_settings(meta, settings(self.config, self.recipe, self.corpus), folder)
             tensors = load_file(folder / CHECKPOINT)
             self.model.load_state_dict(model_tensors(tensors))
             self.step, self.seconds, self.peak = meta["step"], meta["seconds"], meta["peak_memory"] or 0
@@ -334,6 +321,36 @@ def damaged(file: Path) -> Iterator[None]:
         raise ValueError(
             f"checkpoint {file} is damaged, or not one of ours ({type(error).__name__}: {error})"
         ) from error
+
+
+def settings(config: Config, recipe: Recipe, corpus: Corpus) -> dict[str, dict]:
+    """What a run that goes on must share with the one that stopped."""
+    return {
+        "config": asdict(config),
+        "recipe": asdict(recipe),
+        "corpus": {"sha256": corpus.sha256, "name": corpus.name},
+    }
+
+
+def versions() -> dict[str, str]:
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "mhar_minimal": mhar_minimal.__version__,
+    }
+
+
+def finished(folder: Path) -> bool:
+    """Whether the folder holds a run that has done all its steps."""
+    file = folder / CHECKPOINT
+    return file.exists() and (meta := metadata(file))["step"] == meta["recipe"]["steps"]
+
+
+def check_run(folder: Path, config: Config, recipe: Recipe, corpus: Corpus, device: str) -> None:
+    """Raise ValueError where the folder holds a run of other settings, or of another kind of device."""
+    if (folder / CHECKPOINT).exists():
+        wanted = settings(config, recipe, corpus) | {"machine": {"device": device.partition(":")[0]}}
+        check_settings(metadata(folder / CHECKPOINT), wanted, folder)
 
 
 def check_settings(saved: dict, wanted: dict[str, dict], folder: Path) -> None:

@@ -113,6 +113,7 @@ def test_errors_of_the_user_are_one_line(arguments, says, text, tmp_path, monkey
 
 
 DEFAULTS = {
+    "ablate": {"--out": "runs/ablate", "--only": None, "--device": "cpu"},
     "compare": {"ARM": ARMS, "--block-size": 4, "--seeds": 1, "--out": "runs/compare"},
     "train": {
         "--residual": Config.residual,
@@ -151,7 +152,7 @@ def test_help_explains_every_option_with_its_default(command, monkeypatch, capsy
     for option, default in wanted.items():
         assert f"(default: {default})" in shown[option]
         assert len(shown[option].split("(default")[0]) > len(option) + 15  # there is a text, too
-    assert shown.keys() - wanted.keys() <= {"-h,", "prompt"}
+    assert shown.keys() - wanted.keys() <= {"-h,", "prompt", "PLAN"}
 
 
 def fabricated(losses, speed, memory):
