@@ -1110,6 +1110,8 @@ class TwoPhase:
 
     def begin(self, newest: Tensor | None, end: int) -> None:
         """Publish the block's sources to all later sites, and make phase 1 for the sites up to ``end``."""
+        if self.site == len(self.q):
+            raise ValueError(f"read {self.site + 1} of a pass over {self.site} sites; accepted: one read per site")
         sources, fresh = self.done + self.local, len(self.local)
         self.ledger, self.early, self.early_lse, r = begin(
             self.ledger, newest, self.halves, self.scale, sources, self.rs, fresh,
@@ -1121,6 +1123,7 @@ class TwoPhase:
         self.done, self.local, self.first, self.end = sources, [], self.site, end
 
     def merge(self, newest: Tensor | None, end: int, slot: int, gains: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The read-out of this site, and r of ``newest``."""
         self.ledger, readout, r = read(
             self.ledger, newest, self.like, self.q, gains, self.early, self.early_lse, self.local,
             self.site, self.site - self.first, end, slot, self.room, self.heads, self.eps, self.norm_eps,

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from kernel_checks import (
     DEVICE,
     DTYPES,
@@ -27,6 +29,7 @@ from kernel_checks import (
     impl,
     one_site,
     results,
+    scheduled,
 )
 from torch.utils.checkpoint import checkpoint
 
@@ -214,6 +217,89 @@ def test_nothing_outside_is_read_or_written(residual, name, monkeypatch):
     inputs = draw(6, 6, 20, 1, shape=(1, 3))
     run = all_sites(impl(name, residual), 1, 2 if residual == "block" else None)
     assert_nothing_outside(run, inputs, monkeypatch)
+
+
+@pytest.mark.parametrize("residual", RESIDUALS)
+def test_no_section_of_a_ledger_runs_into_the_next(residual, monkeypatch):
+    """One allocation, so the margins around it do not see this: the room between its sections must stay as it was."""
+    monkeypatch.setattr(two_phase, "APART", 256)
+    two_phase.sections.cache_clear()
+    ledgers, opened = [], two_phase.opened
+    monkeypatch.setattr(two_phase, "opened", lambda *args: ledgers.append((opened(*args), args[1:])) or ledgers[-1][0])
+    inputs, block_size = draw(6, 6, 20, 2, shape=(1, 3), normed=True), 2 if residual == "block" else None
+    with guarded_allocations(monkeypatch):
+        results(all_sites(scheduled(2) if block_size is None else impl("two_phase", "block"), 2, block_size), inputs)
+    two_phase.sections.cache_clear()
+    ledger, (like, _, sites, room, heads) = ledgers[-1]
+    tokens, dim, parts = 3, 20, two_phase.PARTS
+    at = two_phase.sections_for(like, sites, room, heads)
+    lengths = dict(
+        rows=sites * tokens * dim, part=room * tokens * dim, stats=2 * tokens * heads * sites,
+        radial=room * tokens * heads, dlr=room * tokens * heads, rho=tokens,
+        dq=parts * sites * dim, dgain=parts * sites * dim,
+    )  # fmt: skip
+    assert list(lengths) == list(at._fields[:-1])
+    for (name, length), begin, end in zip(lengths.items(), at, at[1:], strict=False):
+        written, between = ledger[begin : begin + length], ledger[begin + length : end]
+        assert len(between) >= 256, name
+        assert not written[: length // 2].isnan().any(), name  # of dlr, what the last site wrote
+        assert (between == 0 if name in ("dq", "dgain") else between.isnan()).all(), name  # those two start from zero
+
+
+@pytest.mark.parametrize("residual", RESIDUALS)
+def test_more_reads_than_sites_are_refused(residual):
+    """A kernel would read past the end of the queries."""
+    with pytest.raises(ValueError, match="read 3 of a pass over 2 sites; accepted: one read per site"):
+        all_sites(impl("two_phase", residual), 2, 2)(draw(2, 3, 12, 2))
+
+
+def test_gradients_of_gradients_are_refused():
+    for run, sites in ((one_site(fused.route, 2), 1), (all_sites(impl("two_phase", "full"), 2), 3)):
+        inputs = draw(sites, 3, 12, 2)
+        outputs = run(inputs)
+        with pytest.raises(RuntimeError, match="gradients of gradients need impl='eager'"):
+            torch.autograd.grad(outputs, inputs.source, inputs.upstream, create_graph=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_a_byte_holds_what_rounding_took(dtype):
+    """To 2⁻¹⁵ of the number, or the smallest step of the format over 127; zeros, halves and extremes included."""
+    if fused.INTERPRETED and dtype == torch.bfloat16:
+        dtype = torch.float16  # the interpreter cannot round to bfloat16; float16 once more
+    limits = torch.finfo(dtype)
+    exact = torch.cat(
+        [torch.randn(500) * 10.0**e for e in range(-7, 5)]
+        + [
+            torch.tensor(
+                [
+                    0.0,
+                    -0.0,
+                    1.0,
+                    limits.tiny,
+                    max(limits.smallest_normal, 1e-30) / 3,
+                    0.99 * limits.max,
+                    1 + limits.eps / 2,
+                ]
+            )
+        ]
+    ).to(DEVICE)
+    exact = exact.clamp(-0.999 * limits.max, 0.999 * limits.max)
+    n, back = exact.numel(), torch.empty_like(exact)
+    stored, rest = exact.to(dtype), torch.empty(n, dtype=torch.int8, device=DEVICE)
+    there_and_back[(1,)](exact, stored, rest, back, n, 8192)
+    assert (back - exact).abs().sub(2.0**-15 * exact.abs()).max() <= max(
+        limits.smallest_normal, 1e-30
+    ) * limits.eps / 127
+    assert (stored.float() - exact).abs().max() > 100 * (back - exact).abs().max()
+
+
+@triton.jit
+def there_and_back(exact_ptr, stored_ptr, rest_ptr, back_ptr, n, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    mask = at < n
+    fused.write_rest(rest_ptr + at, mask, tl.load(exact_ptr + at, mask=mask), stored_ptr.dtype.element_ty)
+    tl.debug_barrier()
+    tl.store(back_ptr + at, fused.read_exact(stored_ptr, rest_ptr, at, mask, True), mask=mask)
 
 
 @either
