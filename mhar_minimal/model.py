@@ -10,6 +10,49 @@ from mhar_minimal.depth import Depth, read_normed
 INIT_STD = 0.02
 
 
+class Cache:
+    """What a model keeps of the tokens it has seen: ``model(tokens, cache)`` goes on where the last call with it ended.
+
+    Only attention keeps anything. A site weighs what the sublayers wrote for its own token, so a residual scheme lives
+    for one call, over the new tokens alone.
+
+    Rows of different lengths have their padding on the left. So their newest tokens share a column, all rows grow
+    together, and the last column has the logits of every row. Positions count from a row's own first token.
+
+    Args:
+        padding: for each row the columns before its first token, int64 [B], on the model's device.
+    """
+
+    def __init__(self, padding: Tensor):
+        self.padding = padding
+        self.length = 0  # columns seen
+        self.mask: Tensor | None = None  # of the current call: which column sees which, [B, 1, new columns, columns]
+        self.kept: dict[Attention, tuple[Tensor, Tensor]] = {}  # rotated keys, values: [B, kv_heads, columns, head_dim]
+
+    def advance(self, tokens: Tensor) -> Tensor:
+        """Set the mask for new tokens [B, T]; returns their positions, int64 [B, T].
+
+        Raises:
+            ValueError: more or fewer rows than the cache has.
+        """
+        if len(tokens) != len(self.padding):
+            raise ValueError(f"tokens has {len(tokens)} rows; accepted: {len(self.padding)}, as the cache")
+        seen, self.length = self.length, self.length + tokens.shape[1]
+        position = torch.arange(self.length, device=tokens.device) - self.padding.unsqueeze(1)  # [B, columns]
+        new, key = position[:, seen:], position.unsqueeze(1)
+        query = new.unsqueeze(2)
+        # Padding, below 0, sees itself: over nothing the softmax is NaN, and so is the zero weight of a NaN.
+        self.mask = ((query.clamp(max=0) <= key) & (key <= query)).unsqueeze(1)
+        return new.clamp(min=0)
+
+    def extend(self, attention: "Attention", k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep the new columns' keys and values, [B, kv_heads, T, head_dim]; returns those of all columns."""
+        if attention in self.kept:
+            k, v = (torch.cat(pair, dim=2) for pair in zip(self.kept[attention], (k, v)))
+        self.kept[attention] = k, v
+        return k, v
+
+
 class Attention(nn.Module):
     """Causal grouped-query attention with RMSNorm on every head's queries and keys, and RoPE."""
 
@@ -23,15 +66,19 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(config.head_dim, eps=config.eps)
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.eps)
 
-    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
-        """[B, T, D] to [B, T, D]; ``rotation`` is that of `rope`, [2, T, head_dim/2]."""
+    def forward(self, x: Tensor, rotation: Tensor, cache: Cache | None = None) -> Tensor:
+        """[B, T, D] to [B, T, D]; ``rotation`` is that of `rope`, [2, T, head_dim/2], or [2, B, T, head_dim/2]."""
+        rotation = rotation.unsqueeze(-3)  # the same for all heads
 
         def heads(y: Tensor) -> Tensor:
             return y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, heads, T, head_dim]
 
         q = rotate(self.q_norm(heads(self.q(x))), rotation)
         k = rotate(self.k_norm(heads(self.k(x))), rotation)
-        y = F.scaled_dot_product_attention(q, k, heads(self.v(x)), is_causal=True, enable_gqa=True)
+        v, mask = heads(self.v(x)), None
+        if cache is not None:
+            (k, v), mask = cache.extend(self, k, v), cache.mask
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=cache is None, enable_gqa=True)
         return self.out(y.transpose(1, 2).flatten(-2))
 
 
@@ -101,21 +148,24 @@ class Model(nn.Module):
                 module.weight.fill_(1)
         self.depth.init(generator)  # after the trunk, so that the trunk does not depend on the scheme
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits [B, T, vocab] of the tokens that follow ``tokens`` [B, T] (int64).
+    def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
+        """Logits [B, T, vocab] of the tokens that follow ``tokens`` [B, T] (int64), which follow those in the cache.
 
         Raises:
-            ValueError: tokens that are not [B, T], or more than ``config.context``.
+            ValueError: tokens that are not [B, T], not the cache's B, or together more than ``config.context``.
         """
         if tokens.ndim != 2:
             raise ValueError(f"tokens has shape {tuple(tokens.shape)}; accepted: [B, T]")
-        if tokens.shape[1] > self.config.context:
-            raise ValueError(f"tokens has length {tokens.shape[1]}; accepted: up to context={self.config.context}")
-        rotation = self.rotation[:, : tokens.shape[1]]
+        seen, count = 0 if cache is None else cache.length, tokens.shape[1]
+        if seen + count > self.config.context:
+            after = f" after {seen} in the cache" if seen else ""
+            raise ValueError(f"tokens has length {count}{after}; accepted: up to context={self.config.context}")
+        positions = slice(count) if cache is None else cache.advance(tokens)
+        rotation = self.rotation[:, positions]
         norms = [norm for layer in self.layers for norm in (layer.attn_norm, layer.mlp_norm)]
         depth = self.depth(self.embedding(tokens), [*norms, self.norm])
         for layer in self.layers:
-            depth.write(layer.attn(read_normed(depth, layer.attn_norm), rotation))
+            depth.write(layer.attn(read_normed(depth, layer.attn_norm), rotation, cache))
             depth.write(layer.mlp(read_normed(depth, layer.mlp_norm)))
         return F.linear(read_normed(depth, self.norm), self.embedding.weight)
 

@@ -1,4 +1,4 @@
-"""The decoder: parameters counted by hand, paired initialisation, causality, and queries that stay zero."""
+"""The decoder: parameters by hand, paired initialisation, causality, queries that stay zero, and a cache that is one."""
 
 import math
 import sys
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from mhar_minimal import PRESETS, Config, Model, preset
-from mhar_minimal.model import rope, rotate
+from mhar_minimal.model import Cache, rope, rotate
 
 SCHEMES = [
     dict(residual="standard"),
@@ -187,6 +187,88 @@ def test_embedding_is_tied_and_listed_once():
 def test_too_many_tokens_are_refused():
     with pytest.raises(ValueError, match="tokens has length 13; accepted: up to context=12"):
         Model(small())(torch.zeros(1, 13, dtype=torch.int64))
+
+
+def sharp(**fields):
+    """A model in float64 whose every weight matters: as drawn, attention and depth weights are nearly uniform."""
+    model = Model(small(**fields)).double()
+    for p in model.parameters():
+        p.data = torch.randn_like(p) * (0.5 if p.ndim == 2 else 1)
+    return model
+
+
+def no_padding(rows):
+    return Cache(torch.zeros(rows, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("sizes", [(12,), (7, 5), (1,) * 12, (4, 1, 6, 1)], ids=str)
+@pytest.mark.parametrize("fields", SCHEMES, ids=str)
+def test_a_cache_goes_on_where_the_last_call_ended(fields, sizes):
+    model = sharp(**fields)
+    tokens, cache = torch.randint(0, 31, (2, 12)), no_padding(2)
+    logits = torch.cat([model(piece, cache) for piece in tokens.split(sizes, dim=1)], dim=1)
+    whole = model(tokens)
+    torch.testing.assert_close(logits, whole, rtol=0, atol=1e-11)
+    assert whole.std() > 1
+    assert cache.length == 12
+
+
+@pytest.mark.parametrize("sizes", [(12,), (2, 3, 6, 1)], ids=str)
+@pytest.mark.parametrize("fields", SCHEMES, ids=str)
+def test_a_padded_row_has_the_logits_it_has_alone(fields, sizes):
+    """And what stands in the padding does not count. In pieces, the first of them is padding and nothing else."""
+    model, padding = sharp(**fields), [0, 5, 11, 2]
+    tokens = torch.randint(0, 31, (4, 12))
+    blank = torch.arange(12) < torch.tensor(padding)[:, None]
+    runs = []
+    for content in (0, 17):
+        cache = Cache(torch.tensor(padding))
+        pieces = tokens.masked_fill(blank, content).split(sizes, dim=1)
+        runs.append(torch.cat([model(piece, cache) for piece in pieces], dim=1))
+    assert torch.equal(runs[0][~blank], runs[1][~blank])
+    assert runs[0].isfinite().all()
+    for row, own, missing in zip(runs[0], tokens, padding, strict=True):
+        torch.testing.assert_close(row[missing:], model(own[None, missing:])[0], rtol=0, atol=1e-11)
+
+
+def test_attention_alone_keeps_anything_and_as_much_under_every_scheme():
+    sizes = set()
+    for fields in SCHEMES:
+        model, cache = Model(small(**fields)), no_padding(2)
+        for piece in torch.randint(0, 31, (2, 7)).split((4, 3), dim=1):
+            model(piece, cache)
+        assert list(cache.kept) == [layer.attn for layer in model.layers]
+        sizes.add(sum(tensor.numel() for pair in cache.kept.values() for tensor in pair))
+    assert sizes == {3 * 2 * 2 * 1 * 7 * 8}  # layers, keys and values, rows, kv_heads, columns, head_dim
+
+
+@pytest.mark.parametrize("fields", SCHEMES, ids=str)
+def test_a_scheme_carries_nothing_from_token_to_token(fields):
+    """Why there is nothing else to keep: token by token, through a scheme of its own each, the read-outs are the same.
+
+    Sublayers are stood in for by functions of a single token, so that only the scheme could mix tokens.
+    """
+    model, embedding = sharp(**fields), torch.randn(2, 5, 16, dtype=torch.float64)
+
+    def pass_through(embedding):
+        scheme, readouts = model.depth(embedding), []
+        for s in range(model.config.sublayers):
+            readouts.append(scheme.read())
+            scheme.write(torch.roll(readouts[-1], s, dims=-1).tanh())
+        return torch.stack([*readouts, scheme.read()])  # [sites, B, T, D]
+
+    alone = torch.cat([pass_through(token) for token in embedding.split(1, dim=1)], dim=2)
+    torch.testing.assert_close(alone, pass_through(embedding), rtol=0, atol=1e-12)
+
+
+def test_what_does_not_go_with_the_cache_is_refused():
+    model, cache = Model(small()), no_padding(2)
+    model(torch.zeros(2, 10, dtype=torch.int64), cache)
+    with pytest.raises(ValueError, match=r"tokens has 3 rows; accepted: 2, as the cache"):
+        model(torch.zeros(3, 1, dtype=torch.int64), cache)
+    with pytest.raises(ValueError, match="tokens has length 3 after 10 in the cache; accepted: up to context=12"):
+        model(torch.zeros(2, 3, dtype=torch.int64), cache)
+    assert model(torch.zeros(2, 2, dtype=torch.int64), cache).shape == (2, 2, 31)  # a refusal leaves it as it was
 
 
 @pytest.mark.parametrize("fields", SCHEMES)
