@@ -332,7 +332,9 @@ def queries(
 def channels(base, h, start, K: tl.constexpr, KC: tl.constexpr, FULL: tl.constexpr, DOT: tl.constexpr):
     """Channels start to start + KC of head h of the rows that begin at the pointers base [N]: [N, KC]."""
     k = start + tl.arange(0, KC)
-    at = tl.multiple_of(base, 16)[:, None] + (h * K + k)[None, :]
+    at = base[:, None] + (h * K + k)[None, :]
+    if K % 8 == 0:  # Triton cannot see it; said of base it would be forgotten, an argument of an inlined function
+        at = tl.multiple_of(at, (16, 16))
     if FULL:
         return tl.load(at).to(DOT)
     return tl.load(at, mask=(k < K)[None, :], other=0.0).to(DOT)
