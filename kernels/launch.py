@@ -192,3 +192,8 @@ def check_runnable(dtype: torch.dtype, device: torch.device) -> None:
             f"the kernels cannot run on device {device.type!r}: Triton compiles for a CUDA GPU. Move the model to one, "
             f"use impl='eager', or set TRITON_INTERPRET=1 before Python starts (slow, for tests and for looking inside)"
         )
+    if device.type == "cuda" and not torch.compiler.is_compiling() and device.index != torch.cuda.current_device():
+        raise RuntimeError(
+            f"the sources are on {device}, Triton launches on cuda:{torch.cuda.current_device()}; accepted: sources on "
+            f"the current device, see torch.cuda.set_device"
+        )

@@ -118,7 +118,6 @@ def norm_backward(
 @kernel("tokens", "site", "nth")
 def read_forward(
     sources,  # COUNT sources written inside the block before this site, oldest first, [tokens, D] each
-    like_ptr,  # anything of the sources' dtype
     q_ptr,  # all queries q ⊙ g, float32 [sites, D]
     gain_ptr,  # of the norms behind the sites, float32 [sites, D]; None without NORM
     early_ptr,  # phase 1 of the block: read-outs, float32 [block, tokens, D], and
@@ -170,7 +169,7 @@ def read_forward(
     tl.store(readout_ptr + row, acc, mask=here)
     tl.store(lse_ptr + head, m + tl.log(l), mask=head_here)
     if REST:
-        write_rest(rest_ptr + row, here, acc, like_ptr.dtype.element_ty)
+        write_rest(rest_ptr + row, here, acc, readout_ptr.dtype.element_ty)
     if NORM:
         gain = tl.load(gain_ptr + site * D + channel, mask=inside, other=0.0)
         rho = tl.rsqrt(tl.sum(tl.sum(acc * acc, 2), 1) / D + norm_eps)  # [TT]
@@ -970,7 +969,7 @@ def read(
         )  # fmt: skip
         read_forward(
             (ceil(tokens, tt), 1, 1), constants, tuple(sources) or (like,),
-            like, q, gains, early, early_lse, readout, rest, normed, lse, r, tokens, site, nth, eps, norm_eps,
+            q, gains, early, early_lse, readout, rest, normed, lse, r, tokens, site, nth, eps, norm_eps,
         )  # fmt: skip
     readout, rest = rounded(readout, rest, like.dtype)
     if norm:
