@@ -546,7 +546,7 @@ def test_without_a_gpu_and_without_the_interpreter_there_is_an_error_and_no_fall
 def test_another_gpu_than_the_current_one_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     launch.check_runnable(torch.float32, torch.device("cuda:0"))
-    with pytest.raises(RuntimeError, match=r"the sources are on cuda:1, Triton launches on cuda:0; accepted: .*set_dev"):
+    with pytest.raises(RuntimeError, match=r"the sources are on cuda:1, Triton launches on cuda:0; accepted: .*device"):
         launch.check_runnable(torch.float32, torch.device("cuda:1"))
 
 
