@@ -19,9 +19,9 @@ def generate(
     temperature: float = 1.0,
     seed: int = 0,
     stop: str | None = None,
-    prefill_chunk: int | None = None,
+    prefill_chunk: int = 1024,
 ) -> str | list[str]:
-    """Continue one prompt, or several of any lengths at once; a row does not depend on the others.
+    """Continue one prompt, or several of any lengths at once, each as if it were alone (up to rounding).
 
     A byte sees the last ``context`` bytes. While that is the whole text, only the newest byte is computed, with what
     attention keeps of the others in a `Cache`. Beyond, the whole window is computed for every byte: what attention has
@@ -34,7 +34,7 @@ def generate(
         temperature: divides the logits before sampling; 0 takes the likeliest byte.
         seed: of the sampling; of several prompts the i-th has ``seed + i``, so that equal ones differ.
         stop: a row ends with the first occurrence of this text among its new bytes.
-        prefill_chunk: bytes of the prompt to compute at once, which bounds memory; all of them without it.
+        prefill_chunk: bytes of a prompt that are computed at once; it bounds the memory, and changes no result.
 
     Returns:
         The prompt and its continuation; bytes that are no UTF-8 appear as U+FFFD. A list for several prompts.
@@ -46,7 +46,7 @@ def generate(
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
     if not prompts or not all(prompts):
         raise ValueError(f"prompt is empty: {prompt!r}; accepted: at least one character, or several such prompts")
-    for name, value in {"length": length, "prefill_chunk": 1 if prefill_chunk is None else prefill_chunk}.items():
+    for name, value in (("length", length), ("prefill_chunk", prefill_chunk)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name}={value!r}; accepted: an integer of at least 1, in bytes")
     if not 0 <= temperature < math.inf:
@@ -71,7 +71,7 @@ def generate(
             cache = Cache((padding - (tokens.shape[1] - new.shape[1])).clamp(min=0))
         else:
             new = tokens[:, -1:]
-        for piece in new.split(prefill_chunk or context, dim=1):
+        for piece in new.split(prefill_chunk, dim=1):
             logits = model(piece, cache)[:, -1, :256].double()  # ids from 256 on are no bytes
         if not logits.isfinite().all():
             raise FloatingPointError(f"logits of new byte {written} are not finite; accepted: finite numbers")

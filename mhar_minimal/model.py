@@ -41,7 +41,7 @@ class Cache:
         position = torch.arange(self.length, device=tokens.device) - self.padding.unsqueeze(1)  # [B, columns]
         new, key = position[:, seen:], position.unsqueeze(1)
         query = new.unsqueeze(2)
-        # Padding, below 0, sees itself: over nothing the softmax is NaN, and so is the zero weight of a NaN.
+        # Padding, below 0, sees itself: a softmax over nothing is 0/0, and NaN spreads even at a weight of zero.
         self.mask = ((query.clamp(max=0) <= key) & (key <= query)).unsqueeze(1)
         return new.clamp(min=0)
 
