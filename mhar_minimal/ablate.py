@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 import tomllib
+from collections import defaultdict, namedtuple
 from collections.abc import Collection, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -57,8 +58,9 @@ from mhar_minimal.train import (
     written_whole,
 )
 
-MODEL = ("residual", "heads", "block_size", "query_init", "impl", "kv_heads")
+MODEL = ("residual", "heads", "block_size", "query_init", "impl", "mixing", "kv_heads")
 CELL = (*MODEL, "corpus", "lr", "steps")  # what may differ between the cells of a grid
+Cell = namedtuple("Cell", CELL)
 CONFIG_FIELDS, RECIPE_FIELDS = ([field.name for field in fields(kind)] for kind in (Config, Recipe))
 WARM_UP, TIMED = 5, 20  # steps
 KINDS = {str: "a text", int: "an integer of at least 1", dict: "a table", bool: "true or false"}
@@ -73,10 +75,9 @@ class Trial:
     corpus: str
 
     @property
-    def cell(self) -> list:
-        """The values of `CELL`."""
+    def cell(self) -> Cell:
         known = asdict(self.config) | asdict(self.recipe) | {"corpus": self.corpus}
-        return [known[name] for name in CELL]
+        return Cell(*(known[name] for name in CELL))
 
 
 @dataclass(frozen=True)
@@ -342,6 +343,41 @@ def write_results(plan: Plan, folders: dict[Trial, Path], out: Path) -> None:
                 rows += [about + row for row in metadata(folders[trial] / CHECKPOINT)["rows"]]
     with written_whole(out / "results.csv") as file:
         write_rows(file, rows, "w")
+
+
+def read_study(out: Path) -> dict[str, dict[Cell, dict[int, list[Row]]]]:
+    """What `ablate` has written: by grid, cell and seed the rows of a run, as `mhar_minimal.stats` takes them.
+
+    Their seconds are steps × the seconds of a step timed alone, of timing.csv: those of results.csv were measured while
+    runs shared the machine.
+
+    Args:
+        out: the study's folder, of which results.csv and timing.csv are read.
+
+    Raises:
+        FileNotFoundError: one of them is missing.
+        ValueError: timing.csv lacks a model of results.csv; the study is not finished.
+    """
+    study = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+    with open(out / "timing.csv", newline="") as file:
+        timing = {tuple(line[:-1]): float(line[-1]) for line in csv.reader(file) if line[:-1] != list(MODEL)}
+    with open(out / "results.csv", newline="") as file:
+        for line in csv.DictReader(file):
+            model = tuple(line[name] for name in MODEL)
+            if model not in timing:
+                raise ValueError(f"{out / 'timing.csv'} lacks {dict(zip(MODEL, model))}; accepted: a finished study")
+            cell = Cell(*(parsed(name, line[name]) for name in CELL))
+            row = Row(*(int(line[name]) if name in ("step", "tokens") else float(line[name]) for name in Row._fields))
+            row = row._replace(seconds=row.step * timing[model])
+            study[line["grid"]][cell][int(line["seed"])].append(row)
+    return {grid: {cell: dict(seeds) for cell, seeds in cells.items()} for grid, cells in study.items()}
+
+
+def parsed(name: str, text: str) -> str | int | float | None:
+    """A value of a cell, as it was before it was written."""
+    if name in ("heads", "block_size", "kv_heads", "steps"):
+        return int(text) if text else None
+    return float(text) if name == "lr" else text
 
 
 def write_study(study: dict, out: Path) -> None:

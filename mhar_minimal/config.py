@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 RESIDUALS = ("standard", "full", "block", "hyper")
+MIXINGS = ("softmax", "sigmoid", "no_key_norm", "input_independent", "input_dependent", "window")
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class Config:
     block_size: int | None = None  # sublayers per block; block only
     query_init: str = "zero"  # zero | random: N(0, 0.02²)
     impl: str = "eager"  # eager | fused | two_phase: PyTorch, or one of the Triton kernels of full and block
+    mixing: str = "softmax"  # or a variant of eager full, see mhar_minimal.variants
 
     dim: int = 64  # D, width of the stream
     layers: int = 6  # L; a layer is two sublayers
@@ -40,6 +42,8 @@ class Config:
             raise ValueError(f"query_init={self.query_init!r}; accepted: zero, random")
         if self.impl not in ("eager", "fused", "two_phase"):
             raise ValueError(f"impl={self.impl!r}; accepted: eager, fused, two_phase")
+        if self.mixing not in MIXINGS:
+            raise ValueError(f"mixing={self.mixing!r}; accepted: {', '.join(MIXINGS)}")
         if self.dim % self.heads:
             raise ValueError(f"heads={self.heads} does not divide dim={self.dim}; accepted: a divisor of dim")
         if self.dim % self.attn_heads or self.head_dim % 2:
@@ -63,6 +67,16 @@ class Config:
             )
         if not self.routed and self.impl != "eager":
             raise ValueError(f"impl={self.impl!r} with residual={self.residual!r}; accepted: eager (it routes nothing)")
+        if self.mixing != "softmax":
+            if self.residual != "full" or self.impl != "eager":
+                raise ValueError(
+                    f"mixing={self.mixing!r} with residual={self.residual!r} and impl={self.impl!r}; "
+                    f"accepted: softmax (the variants are of full, eager)"
+                )
+            if self.query_init != "zero" and self.mixing.startswith("input"):
+                raise ValueError(
+                    f"query_init={self.query_init!r} with mixing={self.mixing!r}; accepted: zero (it has no queries)"
+                )
         if self.residual == "block":
             if not _is_count(self.block_size) or self.block_size > self.sublayers:
                 raise ValueError(

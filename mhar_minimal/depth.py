@@ -77,13 +77,21 @@ class Full:
         with torch.autocast(
             "cpu" if v.is_meta else v.device.type, enabled=False
         ):  # scores stay float32 whatever the sublayers run in
-            r = torch.rsqrt(v.square().mean(-1) + self.eps)  # [B, T], over the full width
+            r = self.scale(v)
             slices = v.flatten(0, 1).unflatten(-1, (queries.shape[0], -1)).transpose(0, 1)  # [H, B·T, D/H]
             logits = (slices @ queries.to(v.dtype)).unflatten(1, r.shape) * r.unsqueeze(-1)  # [H, B, T, C']
         return logits.permute(3, 1, 2, 0).unbind()
 
+    def scale(self, v: Tensor) -> Tensor:
+        """What the key norm multiplies a source [B, T, D] by: 1 / RMS over the full width, [B, T]."""
+        return torch.rsqrt(v.square().mean(-1) + self.eps)
+
+    def weigh(self, logits: Tensor) -> Tensor:
+        """The depth weights of logits [N, B, T, H]."""
+        return logits.softmax(0)
+
     def mix(self, sources: Sequence[Tensor], logits: Sequence[Tensor]) -> Tensor:
-        weights = torch.stack(tuple(logits)).softmax(0)  # [N, B, T, H]
+        weights = self.weigh(torch.stack(tuple(logits)))  # [N, B, T, H]
         self.weights.append(weights)
         slices = [source.unflatten(-1, (weights.shape[-1], -1)) for source in sources]  # N times [B, T, H, D/H]
         readout = sum(w * v for w, v in zip(weights.unsqueeze(-1).unbind(), slices, strict=True))
@@ -142,6 +150,8 @@ class Depth(nn.Module):
     """The parameters of one residual scheme; called with the embedding, it starts one forward pass of that scheme.
 
     full, block: ``query`` (zero at start, or N(0, 0.02²)) and ``gain`` (one), each a vector [D] per site, 2L + 1 sites.
+    Two variants have no ``query``: input_dependent has ``query_matrix`` [D, D] per site beside ``gain``,
+    input_independent only ``scores``, [s + 1, H] for site s; all zero at start.
     hyper: ``read_mix`` [n], ``streams`` [n, n], ``write_mix`` [n] per sublayer, started so that the model is PreNorm's.
     standard: none.
     """
@@ -150,12 +160,17 @@ class Depth(nn.Module):
         super().__init__()
         self.residual, self.routed = config.residual, config.routed
         self.heads, self.block_size = config.heads, config.block_size
-        self.query_init, self.eps, self.impl = config.query_init, config.eps, config.impl
+        self.query_init, self.eps, self.impl, self.mixing = config.query_init, config.eps, config.impl, config.mixing
 
         def vectors(count: int, *shape: int) -> nn.ParameterList:
             return nn.ParameterList(nn.Parameter(torch.empty(shape)) for _ in range(count))
 
-        if self.routed:
+        if config.mixing == "input_independent":
+            self.scores = nn.ParameterList(nn.Parameter(torch.empty(s + 1, config.heads)) for s in range(config.sites))
+        elif config.mixing == "input_dependent":
+            self.query_matrix = vectors(config.sites, config.dim, config.dim)
+            self.gain = vectors(config.sites, config.dim)
+        elif self.routed:
             self.query = vectors(config.sites, config.dim)
             self.gain = vectors(config.sites, config.dim)
         elif self.residual == "hyper":
@@ -168,10 +183,10 @@ class Depth(nn.Module):
     def init(self, generator: torch.Generator) -> None:
         """Set every parameter to its start; only ``query_init="random"`` draws from the (CPU) generator."""
         if self.routed:
-            for query, gain in zip(self.query, self.gain, strict=True):
-                gain.fill_(1)
-                query.zero_()
-                if self.query_init == "random":
+            for name, parameter in self.named_parameters():
+                parameter.fill_(1 if name.startswith("gain") else 0)
+            if self.query_init == "random":
+                for query in self.query:
                     query.copy_(0.02 * torch.randn(query.shape, generator=generator, device="cpu"))
         elif self.residual == "hyper":
             for s, (read, streams, write) in enumerate(zip(self.read_mix, self.streams, self.write_mix, strict=True)):
@@ -189,6 +204,10 @@ class Depth(nn.Module):
         Raises:
             RuntimeError: an ``impl`` other than eager where Triton is not installed or cannot run.
         """
+        if self.mixing != "softmax":
+            from mhar_minimal import variants  # here, because it builds on this file
+
+            return variants.SCHEMES[self.mixing](self, embedding)
         if self.impl == "eager":
             return SCHEMES[self.residual](self, embedding)
         try:

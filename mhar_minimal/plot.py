@@ -232,6 +232,32 @@ def costs(counted: Mapping[str, float], measured: Mapping[str, float], ylabel: s
     return figure
 
 
+def intervals(differences: Mapping[str, object], xlabel: str) -> Figure:
+    """Differences with their intervals, a line per name from top to bottom, and where no difference lies.
+
+    Args:
+        differences: by name the mean and the t interval of a `stats.Difference`.
+        xlabel: what is subtracted from what, and its unit.
+
+    Raises:
+        ValueError: no differences.
+    """
+    if not differences:
+        raise ValueError("differences is empty; accepted: at least one")
+    figure, ax = _axes(xlabel, "", top=0.1, height=0.7 + 0.26 * len(differences))
+    wider = 1.25  # inches for the names; the margin of other figures is room for one label
+    box = ax.get_position()
+    ax.set_position((box.x0 + wider / 6.4, box.y0, box.width - wider / 6.4, box.height))
+    ax.axvline(0, color="black", linewidth=1)
+    for y, difference in enumerate(differences.values()):
+        ax.plot(difference.t_interval, (y, y), color=PALETTE[2], linewidth=2, marker="|", markersize=7)
+        ax.plot(difference.mean, y, color=PALETTE[1], marker="o", markeredgecolor="black", markersize=6)
+    ax.set_yticks(range(len(differences)), list(differences))
+    ax.set_ylim(len(differences) - 0.4, -0.6)
+    ax.grid(color="0.9", axis="x")
+    return figure
+
+
 def routing_diagram(sublayers: int, block_size: int) -> Figure:
     """What each site reads under Block AttnRes: a row per site, a box per source, as wide as the outputs it sums.
 

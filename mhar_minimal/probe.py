@@ -1,11 +1,11 @@
 """What a model does across depth: what its sites read, what its sublayers write, and how the two are weighed.
 
-Everything is seen from outside: through forward hooks, and by watching the ``mix`` of the one pass that is recorded.
-Both are gone when a function returns. No model is changed, and
-its mode, its gradients and its parameters are as they were.
+Everything is seen from outside: through forward hooks, and by watching ``mix`` or changing ``weigh`` of one forward
+pass. Both are gone when a function returns. No model is changed, and its mode, its gradients and its parameters are as
+they were.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -153,11 +153,14 @@ def slice_disagreement(model: Model, tokens: Tensor, slices: int = 4, seed: int 
         The mean for the model's own queries, and for random queries of the same norm reading the same sources.
 
     Raises:
-        ValueError: a model without depth weights or with several heads, or slices that do not divide D.
+        ValueError: a model without depth weights, with another mixing than softmax or with several heads, or slices
+            that do not divide D.
     """
     config = model.config
     if not config.routed:
         raise ValueError(f"residual={config.residual!r}; accepted: full, block (the others have no queries)")
+    if config.mixing != "softmax":
+        raise ValueError(f"mixing={config.mixing!r}; accepted: softmax")
     if config.heads != 1:
         raise ValueError(f"heads={config.heads}; accepted: 1 (the slices of one shared softmax are compared)")
     if slices < 1 or config.dim % slices:
@@ -173,6 +176,68 @@ def slice_disagreement(model: Model, tokens: Tensor, slices: int = 4, seed: int 
             _, shared = route(q, gain, sources, 1, config.eps, return_weights=True)
             found.append((torch.xlogy(own, own) - torch.xlogy(own, shared)).sum(0).mean())
     return torch.stack(trained).mean().item(), torch.stack(random).mean().item()
+
+
+@torch.no_grad()
+def causal_check(
+    model: Model, inputs: Tensor, targets: Tensor, replacement: str = "mean"
+) -> tuple[float, Tensor, Tensor]:
+    """What a head's own weights are worth: replace them and see what the loss does.
+
+    The head keeps its slice of the sources, and weighs it as the heads do on average at that site and token ("mean",
+    itself included), or equally ("uniform", 1/N). Whatever follows sees the changed read-out, later heads too.
+    Different heads are not yet specialised heads: those are what ``head_deviation`` sees, these what the loss sees.
+
+    Args:
+        model: full or block, with impl="eager".
+        inputs: [B, T], int64.
+        targets: [B, T], int64.
+        replacement: mean or uniform.
+
+    Returns:
+        The loss of the model as it is, nats per token; by how much it rises when a head is replaced at all sites,
+        float64 [H], below 0 where it falls; and the same for one site alone, float64 [sites, H].
+
+    Raises:
+        ValueError: a model that keeps no depth weights, or another replacement.
+    """
+    config = model.config
+    if not config.routed or config.impl != "eager":
+        raise ValueError(
+            f"residual={config.residual!r} with impl={config.impl!r}; accepted: full or block, eager (no other keeps "
+            f"depth weights)"
+        )
+    if replacement not in ("mean", "uniform"):
+        raise ValueError(f"replacement={replacement!r}; accepted: mean, uniform")
+
+    def loss(head: int, sites: Collection[int]) -> float:
+        def change(site: int, weights: Tensor) -> Tensor:
+            if site in sites:  # weights [N, B, T, H] are this pass's own
+                weights[..., head] = weights.mean(-1) if replacement == "mean" else 1 / len(weights)
+            return weights
+
+        with _changed_weights(model, change):
+            return F.cross_entropy(model(inputs).flatten(0, 1).double(), targets.flatten()).item()
+
+    sites, heads = range(config.sites), range(config.heads)
+    whole = loss(0, ())
+    everywhere = torch.tensor([loss(h, sites) for h in heads], dtype=torch.float64)
+    alone = torch.tensor([[loss(h, (s,)) for h in heads] for s in sites], dtype=torch.float64)
+    return whole, everywhere - whole, alone - whole
+
+
+@contextmanager
+def _changed_weights(model: Model, change: Callable[[int, Tensor], Tensor]) -> Iterator[None]:
+    """Inside the ``with``, one forward pass weighs its sources by ``change(site, depth weights)``."""
+    with ExitStack() as stack:
+
+        def hook(module: nn.Module, args: tuple, scheme: object) -> None:
+            weigh = scheme.weigh
+            scheme.weigh = lambda logits: change(scheme.site, weigh(logits))
+            stack.callback(delattr, scheme, "weigh")  # undone, as in `trace`
+
+        stack.enter_context(model.depth.register_forward_hook(hook))
+        yield
 
 
 def _present(weights: Tensor | Sequence[Tensor] | None) -> Tensor | Sequence[Tensor]:

@@ -354,18 +354,20 @@ def check_run(folder: Path, config: Config, recipe: Recipe, corpus: Corpus, devi
 
 
 def check_settings(saved: dict, wanted: dict[str, dict], folder: Path) -> None:
-    """Raise ValueError, naming the first setting in which a checkpoint's metadata differ from those wanted."""
+    """Raise ValueError, naming the first setting in which a checkpoint's metadata differ from those wanted.
+
+    A checkpoint older than a field of `Config` was made by what is now the field's default.
+    """
     for part, values in wanted.items():
         if part == "corpus":  # its name is for the reader: the same text may lie under another
             texts = [f"{c['name']} (sha256 {c['sha256'][:12]})" for c in (values, saved[part])]
             if values["sha256"] != saved[part]["sha256"]:
                 raise ValueError(f"corpus={texts[0]}, but the run in {folder} has {texts[1]}; {REMEDY}")
             continue
+        had = (asdict(Config()) if part == "config" else {}) | saved[part]
         for name, value in values.items():
-            if saved[part].get(name) != value:
-                raise ValueError(
-                    f"{part} {name}={value!r}, but the run in {folder} has {saved[part].get(name)!r}; {REMEDY}"
-                )
+            if had.get(name) != value:
+                raise ValueError(f"{part} {name}={value!r}, but the run in {folder} has {had.get(name)!r}; {REMEDY}")
 
 
 def usable_device(name: str) -> torch.device:

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -21,15 +21,16 @@ import mhar_minimal.ablate as package_ablate
 import mhar_minimal.train as package_train
 from mhar_minimal import Config, Model
 from mhar_minimal.__main__ import main
-from mhar_minimal.ablate import Trial, read_plan, step_seconds, worker_processes
+from mhar_minimal.ablate import Cell, Trial, read_plan, read_study, step_seconds, worker_processes
+from mhar_minimal.config import MIXINGS
 from mhar_minimal.data import load_corpus
-from mhar_minimal.train import CHECKPOINT, HISTORY, Recipe, finished, load, metadata, train
+from mhar_minimal.train import CHECKPOINT, HISTORY, Recipe, evaluate, finished, load, metadata, train
 
 RESULTS = Path(__file__).parent.parent / "notebooks" / "results"
 TINY = {"dim": 16, "layers": 2, "attn_heads": 2, "kv_heads": 1, "ffn": 32, "context": 16}
 SHORT = {"steps": 4, "batch_size": 2, "eval_every": 2, "eval_windows": 4, "checkpoint_every": 3}
 MAIN = [{"residual": ["standard", "hyper"]}, {"residual": "full", "heads": [1, 4]}]
-MODEL = ["residual", "heads", "block_size", "query_init", "impl", "kv_heads"]
+MODEL = ["residual", "heads", "block_size", "query_init", "impl", "mixing", "kv_heads"]
 COLUMNS = ["grid", *MODEL, "corpus", "lr", "steps", "seed", "step", "tokens", "seconds", "train_loss", "val_loss"]
 
 
@@ -190,8 +191,8 @@ def test_every_run_is_that_of_train(here, tmp_path, capsys):
         model, rows = train(trial.config, trial.recipe, corpus, progress=False)
         c, r = trial.config, trial.recipe
         block_size = c.block_size or ""
-        about = ["main", c.residual, c.heads, block_size, c.query_init, "eager", 1, trial.corpus, r.lr, r.steps, r.seed]
-        wanted += [list(map(str, [*about, *row[:2], *row[3:]])) for row in rows]
+        about = ["main", c.residual, c.heads, block_size, c.query_init, "eager", "softmax", 1, trial.corpus]
+        wanted += [list(map(str, [*about, r.lr, r.steps, r.seed, *row[:2], *row[3:]])) for row in rows]
         assert finished(folder)
         assert (folder / HISTORY).read_text().splitlines()[-1].startswith(f"{r.steps},")
         assert metadata(folder / CHECKPOINT)["peak_memory"] is None
@@ -200,8 +201,9 @@ def test_every_run_is_that_of_train(here, tmp_path, capsys):
             assert (folder / CHECKPOINT).stat().st_size < 4.5 * model.parameter_count() + 20_000  # no optimizer
         else:
             assert (folder / CHECKPOINT).stat().st_size < 20_000
-    assert [line[:13] + line[14:] for line in lines] == wanted
-    assert all(float(line[13]) > 0 for line in lines if line[11] != "0")
+    seconds = COLUMNS.index("seconds")
+    assert [line[:seconds] + line[seconds + 1 :] for line in lines] == wanted
+    assert all(float(line[seconds]) > 0 for line in lines if line[COLUMNS.index("step")] != "0")
 
 
 def test_arms_of_a_seed_share_trunk_and_batches(here, tmp_path):
@@ -299,7 +301,7 @@ def test_steps_are_timed_alone_once_per_model(here, tmp_path, monkeypatch):
     with open(tmp_path / "out" / "timing.csv", newline="") as file:
         header, *rows = csv.reader(file)
     assert header == [*MODEL, "seconds_per_step"]
-    assert [row[:-1] for row in rows] == [["full", heads, "", "zero", "eager", "1"] for heads in "14"]
+    assert [row[:-1] for row in rows] == [["full", heads, "", "zero", "eager", "softmax", "1"] for heads in "14"]
     assert all(0 < float(row[-1]) < 1 for row in rows)
 
 
@@ -335,6 +337,35 @@ def test_what_a_study_says_of_itself(here, tmp_path):
     assert first["versions"]["torch"] == torch.__version__
     assert first["git"] is None or len(first["git"]) == 40
     assert first["seconds"] > second["seconds"] >= 0
+
+
+def test_what_is_read_back_is_what_was_trained(here, tmp_path):
+    out, corpus = tmp_path / "out", load_corpus(tmp_path / "text.txt")
+    cells = [*MAIN, {"residual": "block", "block_size": 3, "query_init": "random", "lr": 0.01, "steps": 5}]
+    grids = grid(cells, [1, 0]) | {
+        "side": {"seeds": [1], "cells": [{"residual": "full", "mixing": ["window", "softmax"]}]}
+    }
+    file = written(tmp_path, grids=grids)
+    assert main(command(file, out)) == 0
+    lines = [line.rpartition(",") for line in (out / "timing.csv").read_text().splitlines()]
+    timed = [f"{model},{i}.5" for i, (model, _, _) in enumerate(lines[1:], 1)]
+    (out / "timing.csv").write_text("\n".join(["".join(lines[0]), *timed]) + "\n")  # 1.5, 2.5, … s per step
+    study, plan = read_study(out), read_plan(file)
+    for name in ("main", "side"):
+        trials = plan.trials(name)
+        assert list(study[name]) == list(dict.fromkeys(trial.cell for trial in trials))
+        assert [list(seeds) for seeds in study[name].values()] == [grids[name]["seeds"]] * len(study[name])
+        for trial in trials:
+            rows = train(trial.config, trial.recipe, corpus, progress=False)[1]
+            read = study[name][trial.cell][trial.recipe.seed]
+            assert [row._replace(seconds=0) for row in read] == [row._replace(seconds=0) for row in rows]
+    seconds = [seeds[1][-1].seconds for seeds in study["main"].values()]
+    assert seconds == [4 * 1.5, 4 * 2.5, 4 * 3.5, 4 * 4.5, 5 * 5.5]
+    assert study["main"][Cell("full", 4, None, "zero", "eager", "softmax", 1, str(tmp_path / "text.txt"), 3e-3, 4)]
+
+    (out / "timing.csv").write_text("\n".join(["".join(lines[0]), *timed[1:]]) + "\n")
+    with pytest.raises(ValueError, match=r"timing.csv lacks \{'residual': 'standard'.*; accepted: a finished study"):
+        read_study(out)
 
 
 # Other plans, and runs that fail
@@ -487,7 +518,8 @@ def test_the_plan_of_the_recorded_study_is_what_was_asked_for():
     assert init == {(h, i, c) for h in (1, 8) for i in ("zero", "random") for c in ("prose", "code")}
     kv = {(t.config.heads, t.config.kv_heads) for t in plan.trials("kv")}
     assert len(kv) == len({h for h, _ in kv}) * len({k for _, k in kv}) >= 6
-    assert {len(plan.grids[name]["seeds"]) for name in ("init", "kv")} == {3}
+    assert {t.config.mixing for t in plan.trials("variants")} == set(MIXINGS)
+    assert {len(plan.grids[name]["seeds"]) for name in ("init", "kv", "variants")} == {3}
     for trial in main_row:  # evaluated on the last step, and often enough for a tail
         assert trial.recipe.steps % trial.recipe.eval_every == 0
         assert trial.recipe.steps >= 20 * trial.recipe.eval_every
@@ -497,5 +529,38 @@ def test_the_plan_for_a_cpu_is_small():
     plan = read_plan(RESULTS / "plan_cpu.toml")
     trials = [trial for name in plan.grids for trial in plan.trials(name)]
     assert {"standard", "hyper", "full", "block"} == {trial.config.residual for trial in trials}
-    assert sum(trial.recipe.steps for trial in trials) <= 6000
+    assert set(MIXINGS) == {trial.config.mixing for trial in trials}
+    assert sum(trial.recipe.steps for trial in set(trials)) <= 10_000
     assert {trial.config.dim for trial in trials} == {64}
+
+
+def test_the_shipped_models_are_those_of_their_plan():
+    """Two small files that load, with the loss of their last evaluation on the text that lies beside them."""
+    folder = RESULTS / "checkpoint"
+    assert (folder / "plan.toml").read_bytes() == (RESULTS / "plan_checkpoint.toml").read_bytes()
+    text = torch.tensor(list((folder / "held_out.bin").read_bytes())).view(64, 65)
+    trials = read_plan(folder / "plan.toml").trials("main")
+    assert len(trials) == len(list(folder.glob("*.safetensors"))) == 2
+    for trial in trials:
+        file = folder / f"full-{trial.config.heads}.safetensors"
+        assert load(file).config == trial.config
+        meta, rows = metadata(file), read_study(folder)["main"][trial.cell][trial.recipe.seed]
+        assert meta["recipe"] == asdict(trial.recipe)
+        assert meta["rows"][-1][-1] == rows[-1].val_loss
+        assert evaluate(load(file), text[:, :-1], text[:, 1:]) == pytest.approx(rows[-1].val_loss, abs=1e-4)
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 3e6
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "study_cpu"])
+def test_a_stored_study_is_whole_and_says_what_it_is(name):
+    folder = RESULTS / name
+    plan, about, study = (
+        read_plan(folder / "plan.toml"),
+        json.loads((folder / "study.json").read_text()),
+        read_study(folder),
+    )
+    assert about["plan"] == hashlib.sha256((folder / "plan.toml").read_bytes()).hexdigest()
+    assert set(about["corpora"]) == {trial.corpus for grid in plan.grids for trial in plan.trials(grid)}
+    for grid in plan.grids:
+        for trial in plan.trials(grid):
+            assert study[grid][trial.cell][trial.recipe.seed][-1].step == trial.recipe.steps

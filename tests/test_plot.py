@@ -15,6 +15,7 @@ from matplotlib.image import AxesImage, imread
 from matplotlib.text import Text
 
 from mhar_minimal import plot
+from mhar_minimal.stats import Difference
 
 Row = namedtuple("Row", "step tokens seconds train_loss val_loss")
 
@@ -46,6 +47,7 @@ def by_token(heads: int, sources: int = 13) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(2)).softmax(0)
 
 
+APART = Difference(-0.03, 0.01, (-0.05, -0.01), (-0.04, -0.02), 0.01, 0.03)
 LONG = [f"multi-head, H = {2**i}" for i in range(7)]
 FIGURES = {
     "loss, one": lambda: plot.loss_curves({"standard": rows()}),
@@ -53,6 +55,8 @@ FIGURES = {
     "depth, 13 sites": lambda: plot.by_depth({"standard": range(13), "full": range(13)}, "RMS"),
     "depth, 24 outputs, log": lambda: plot.by_depth({"standard": np.exp(np.arange(24))}, "gradient norm", log=True),
     "depth, 72 outputs": lambda: plot.by_depth({n: [i] * 72 for i, n in enumerate(LONG)}, "RMS"),
+    "intervals, two": lambda: plot.intervals({"full:1": APART, "full:8": APART}, "minus standard (nats per byte)"),
+    "intervals, eleven": lambda: plot.intervals({f"input independent {i}": APART for i in range(11)}, "minus standard"),
     "weights, one head": lambda: plot.depth_weights(cells(1, 13)),
     "weights, two, titled": lambda: plot.depth_weights(cells(2, 13), ["before", "after"]),
     "weights, four, blocks": lambda: plot.depth_weights(cells(4, 13, 5)),
@@ -288,6 +292,22 @@ def boxes(figure: plot.Figure) -> dict[str, list[tuple[int, int, int]]]:
         corners = [(path.get_extents().min, path.get_extents().max) for path in collection.get_paths()]
         found[collection.get_label()] = [(round((a[1] + b[1]) / 2), round(a[0]), round(b[0])) for a, b in corners]
     return found
+
+
+def test_intervals_are_drawn_where_they_are_beside_zero():
+    other = APART._replace(mean=0.02, t_interval=(-0.01, 0.05))
+    [ax] = plot.intervals({"a": APART, "b": other}, "minus c").axes
+    zero, *lines = ax.lines
+    assert list(zero.get_xdata()) == [0, 0]
+    drawn = [(list(line.get_xdata()), set(line.get_ydata())) for line in lines]
+    assert drawn == [([-0.05, -0.01], {0}), ([-0.03], {0}), ([-0.01, 0.05], {1}), ([0.02], {1})]
+    assert [(t.get_text(), y) for t, y in zip(ax.get_yticklabels(), ax.get_yticks(), strict=True)] == [
+        ("a", 0),
+        ("b", 1),
+    ]
+    assert ax.get_ylim()[0] > ax.get_ylim()[1]  # the first name on top
+    with pytest.raises(ValueError, match="differences is empty"):
+        plot.intervals({}, "")
 
 
 def test_routing_diagram_by_hand():

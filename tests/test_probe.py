@@ -297,3 +297,108 @@ def test_slice_disagreement_refuses():
     for slices in (3, 0):
         with pytest.raises(ValueError, match=f"slices={slices} does not divide dim=16"):
             probe.slice_disagreement(model_of("full-1"), tokens_of(), slices=slices)
+
+
+# --- causal check ----------------------------------------------------------------------------------------------------
+
+
+def loss_with(model: Model, tokens: torch.Tensor, targets: torch.Tensor, cells: set, replacement: str) -> float:
+    """The loss by `route` over a history kept by hand, with the weights of the (site, head) in cells replaced."""
+    size, heads = model.config.block_size or 1, model.config.heads
+    values, readouts = [model.embedding(tokens)], []
+    sublayers = [
+        (n, m) for layer in model.layers for n, m in ((layer.attn_norm, layer.attn), (layer.mlp_norm, layer.mlp))
+    ]
+    for s in range(len(sublayers) + 1):
+        sums = [torch.stack(values[1 + a : 1 + min(a + size, s)]).sum(0) for a in range(0, s, size)]
+        sources = [values[0], *sums]
+        _, alpha = route(model.depth.query[s], model.depth.gain[s], sources, heads, model.config.eps, True)
+        own = [alpha[..., h] for h in range(heads)]
+        for h in range(heads):
+            if (s, h) in cells:
+                alpha[..., h] = sum(own) / heads if replacement == "mean" else 1 / len(sources)
+        matrix = alpha.repeat_interleave(16 // heads, -1)  # [N, B, T, D]
+        readouts.append((matrix * torch.stack(sources)).sum(0))
+        if s < len(sublayers):
+            norm, sublayer = sublayers[s]
+            more = (model.rotation[:, : tokens.shape[1]],) if s % 2 == 0 else ()
+            values.append(sublayer(norm(readouts[-1]), *more))
+    logits = F.linear(model.norm(readouts[-1]), model.embedding.weight)
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten()).item()
+
+
+@pytest.mark.parametrize("replacement", ["mean", "uniform"])
+@pytest.mark.parametrize("name", ["full-1", "full-4", "block-1", "block-4"])
+@torch.no_grad()
+def test_the_causal_check_is_the_model_written_out_with_other_weights(name, replacement):
+    model, tokens, targets = model_of(name), tokens_of(), tokens_of(3)
+    heads = model.config.heads
+    whole, everywhere, alone = probe.causal_check(model, tokens, targets, replacement)
+    assert whole == pytest.approx(loss_with(model, tokens, targets, set(), replacement), rel=1e-12)
+    for h in range(heads):
+        cells = {(s, h) for s in range(7)}
+        expected = loss_with(model, tokens, targets, cells, replacement) - whole
+        assert everywhere[h].item() == pytest.approx(expected, abs=1e-12)
+        for s in range(7):
+            expected = loss_with(model, tokens, targets, {(s, h)}, replacement) - whole
+            assert alone[s, h].item() == pytest.approx(expected, abs=1e-12)
+    assert alone.shape == (7, heads)
+    assert torch.equal(alone[0], torch.zeros(heads).double())  # one source, weight 1 whatever replaces it
+    if name.endswith("1") and replacement == "mean":  # the mean over one head is the head
+        assert torch.equal(alone, torch.zeros(7, 1).double())
+        assert torch.equal(everywhere, torch.zeros(1).double())
+    else:
+        assert everywhere.abs().min() > 1e-4
+        assert alone[1:].abs().min() > 1e-6
+
+
+def test_the_causal_check_by_hand():
+    """Two heads of one channel, one token, sublayers that write nothing: only the final read-out reaches the loss."""
+    model = Model(
+        preset("tiny", **{**SMALL, "dim": 2, "attn_heads": 1, "layers": 1, "vocab": 2}, residual="full", heads=2)
+    )
+    model = model.double()
+    with torch.no_grad():
+        for site, query in enumerate(model.depth.query):
+            query[0] = math.log(3) if site == 2 else 0
+        model.embedding.weight.copy_(torch.tensor([[1.0, 1.0], [1.0, -1.0]]))
+        model.layers[0].attn.out.weight.zero_()
+        model.layers[0].mlp.down.weight.zero_()  # both write (0, 0), so the read-out is α_0 of each head
+    unit = 1 / math.sqrt(1 + 1e-6)
+
+    def loss(first: float, second: float) -> float:
+        r = 1 / math.sqrt((first**2 + second**2) / 2 + 1e-6)
+        return math.log(1 + math.exp(r * ((first - second) - (first + second))))  # target 0
+
+    own, other = 3**unit / (3**unit + 2), 1 / 3
+    mean = (own + other) / 2
+    token = torch.zeros(1, 1, dtype=torch.int64)
+    whole, everywhere, alone = probe.causal_check(model, token, token)
+    assert whole == pytest.approx(loss(own, other), rel=1e-12)
+    expected = [loss(mean, other) - whole, loss(own, mean) - whole]
+    assert everywhere.tolist() == pytest.approx(expected, rel=1e-9)
+    assert alone.tolist() == [[0, 0], [0, 0], pytest.approx(expected, rel=1e-9)]
+    _, everywhere, _ = probe.causal_check(model, token, token, "uniform")
+    assert everywhere.tolist() == [pytest.approx(loss(1 / 3, other) - whole, rel=1e-9), pytest.approx(0, abs=1e-15)]
+
+
+def test_heads_that_agree_change_nothing():
+    model = Model(preset("tiny", **SMALL, residual="full", heads=4))  # zero queries: every weight is 1/N
+    for replacement in ("mean", "uniform"):
+        _, everywhere, alone = probe.causal_check(model, tokens_of(), tokens_of(3), replacement)
+        assert everywhere.abs().max() < 1e-6
+        assert alone.abs().max() < 1e-6
+
+
+def test_the_causal_check_leaves_the_model_as_it_was_and_refuses_the_rest():
+    model, tokens = model_of("full-4"), tokens_of()
+    before = probe.trace(model, tokens).weights
+    probe.causal_check(model, tokens, tokens)
+    assert hooks(model) == 0
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(probe.trace(model, tokens).weights, before, strict=True))
+    with pytest.raises(ValueError, match="replacement='zero'; accepted: mean, uniform"):
+        probe.causal_check(model, tokens, tokens, "zero")
+    for fields in ({"residual": "hyper"}, {"residual": "full", "impl": "fused"}):
+        with pytest.raises(ValueError, match=r"residual=.*; accepted: full or block, eager"):
+            probe.causal_check(Model(preset("tiny", **SMALL, **fields)), tokens, tokens)
