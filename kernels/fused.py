@@ -72,6 +72,22 @@ def read_exact(stored_ptr, rest_ptr, at, mask, REST: tl.constexpr):
 
 
 @triton.jit
+def channels_of_a_token(H: tl.constexpr, K: tl.constexpr, HP: tl.constexpr, KP: tl.constexpr):
+    """Offsets of a token's channels, head by head, and which of them exist: [1, HP, KP] twice."""
+    h = tl.arange(0, HP)[:, None]
+    k = tl.arange(0, KP)[None, :]
+    return (h * K + k)[None], ((h < H) & (k < K))[None]
+
+
+@triton.jit
+def places(t, there, channel, inside, D: tl.constexpr, H: tl.constexpr, HP: tl.constexpr):
+    """Of the tokens t [TT]: offsets of their channels and which exist, [TT, HP, KP]; of their heads, [TT, HP]."""
+    h = tl.arange(0, HP)[None, :]
+    row, here = t[:, None, None] * D + channel, there[:, None, None] & inside
+    return row, here, t[:, None] * H + h, there[:, None] & (h < H)
+
+
+@triton.jit
 def merge(v, r, q, m, l, acc):
     """One more source v [TT, HP, KP] for the online softmax: its logit [TT, HP], and the new m, l and acc."""
     # r goes in before the sum: a product at the end would be fused with the subtraction below, and then the largest
@@ -105,14 +121,8 @@ def site_forward(
     KP: tl.constexpr,
 ):
     t = tl.program_id(0).to(tl.int64) * TT + tl.arange(0, TT)
-    h = tl.arange(0, HP)
-    k = tl.arange(0, KP)
-    channel = (h[:, None] * K + k[None, :])[None]  # [1, HP, KP]
-    inside = ((h < H)[:, None] & (k < K)[None, :])[None]
-    row = t[:, None, None] * D + channel  # [TT, HP, KP]
-    here = (t < tokens)[:, None, None] & inside
-    head = t[:, None] * H + h[None, :]  # [TT, HP]
-    head_here = (t < tokens)[:, None] & (h < H)[None, :]
+    channel, inside = channels_of_a_token(H, K, HP, KP)
+    row, here, head, head_here = places(t, t < tokens, channel, inside, D, H, HP)
     plane = tokens.to(tl.int64) * H
     q = tl.load(q_ptr + channel, mask=inside, other=0.0)
     m = tl.full([TT, HP], float("-inf"), tl.float32)
@@ -161,10 +171,7 @@ def site_backward(
     HP: tl.constexpr,
     KP: tl.constexpr,
 ):
-    h = tl.arange(0, HP)
-    k = tl.arange(0, KP)
-    channel = (h[:, None] * K + k[None, :])[None]  # [1, HP, KP]
-    inside = ((h < H)[:, None] & (k < K)[None, :])[None]
+    channel, inside = channels_of_a_token(H, K, HP, KP)
     plane = tokens.to(tl.int64) * D
     q = tl.load(q_ptr + channel, mask=inside, other=0.0)
     dq = tl.zeros([1, HP, KP], tl.float32)
@@ -172,10 +179,7 @@ def site_backward(
     for start in range(first, tl.minimum(first + chunk, tokens), TT):
         t = start + tl.arange(0, TT).to(tl.int64)
         there = (t < tokens) & (t < first + chunk)
-        row = t[:, None, None] * D + channel
-        here = there[:, None, None] & inside
-        head = t[:, None] * H + h[None, :]
-        head_here = there[:, None] & (h < H)[None, :]
+        row, here, head, head_here = places(t, there, channel, inside, D, H, HP)
         dout = tl.load(dout_ptr + row, mask=here, other=0.0).to(tl.float32)
         readout = read_exact(readout_ptr, rest_ptr, row, here, REST)
         lse = tl.load(lse_ptr + head, mask=head_here, other=0.0)

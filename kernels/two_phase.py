@@ -32,7 +32,16 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from mhar_minimal.kernels.fused import fake_rest, merge, read_exact, room_for_rest, rounded, write_rest
+from mhar_minimal.kernels.fused import (
+    channels_of_a_token,
+    fake_rest,
+    merge,
+    places,
+    read_exact,
+    room_for_rest,
+    rounded,
+    write_rest,
+)
 from mhar_minimal.kernels.launch import (
     DTYPES,
     INTERPRETED,
@@ -143,14 +152,8 @@ def read_forward(
     KP: tl.constexpr,
 ):
     t = tl.program_id(0).to(tl.int64) * TT + tl.arange(0, TT)
-    h = tl.arange(0, HP)
-    k = tl.arange(0, KP)
-    channel = (h[:, None] * K + k[None, :])[None]  # [1, HP, KP]
-    inside = ((h < H)[:, None] & (k < K)[None, :])[None]
-    row = t[:, None, None] * D + channel  # [TT, HP, KP]
-    here = (t < tokens)[:, None, None] & inside
-    head = t[:, None] * H + h[None, :]  # [TT, HP]
-    head_here = (t < tokens)[:, None] & (h < H)[None, :]
+    channel, inside = channels_of_a_token(H, K, HP, KP)
+    row, here, head, head_here = places(t, t < tokens, channel, inside, D, H, HP)
     behind = nth * tokens.to(tl.int64)
     q = tl.load(q_ptr + site * D + channel, mask=inside, other=0.0)
     m = tl.load(early_lse_ptr + behind * H + head, mask=head_here, other=0.0)
@@ -213,14 +216,8 @@ def source_backward(
     KP: tl.constexpr,
 ):
     t = tl.program_id(0).to(tl.int64) * TT + tl.arange(0, TT)
-    h = tl.arange(0, HP)
-    k = tl.arange(0, KP)
-    channel = (h[:, None] * K + k[None, :])[None]  # [1, HP, KP]
-    inside = ((h < H)[:, None] & (k < K)[None, :])[None]
-    row = t[:, None, None] * D + channel  # [TT, HP, KP]
-    here = (t < tokens)[:, None, None] & inside
-    head = t[:, None] * H + h[None, :]  # [TT, HP]
-    head_here = (t < tokens)[:, None] & (h < H)[None, :]
+    channel, inside = channels_of_a_token(H, K, HP, KP)
+    row, here, head, head_here = places(t, t < tokens, channel, inside, D, H, HP)
     plane = tokens.to(tl.int64) * D
     rows_ptr = section(ledger_ptr, rows, STORED)
     stat = ledger_ptr + stats + head * (2 * sites)
