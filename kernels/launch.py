@@ -20,8 +20,8 @@ class Kernel:
 
     At every launch Triton looks at each argument, to find the machine code compiled for arguments of that kind. A model
     launches hundreds of kernels a step, and the looking takes longer than the launching. So it is done once per kind,
-    and the compiled kernel is called directly. The constants are the compile-time parameters, in order, and Triton's
-    launch options: a dict that lives for ever, since it is known by its identity.
+    and the compiled kernel is called directly. The constants are the compile-time parameters and Triton's launch
+    options: a dict that lives for ever, since it is known by its identity.
     """
 
     def __init__(self, function: Callable, changing: Sequence[str]):
@@ -157,7 +157,7 @@ def tokens_of(x: Tensor) -> int:
 
 @functools.cache
 def site_constants(dim: int, heads: int, together: int, **flags: bool | int) -> dict:
-    """The compile-time constants of kernels whose programs hold whole tokens, all heads at once; first the flags."""
+    """The compile-time constants of kernels whose programs hold whole tokens, all heads at once; flags are their own."""
     width = dim // heads
     hp, kp = triton.next_power_of_2(heads), triton.next_power_of_2(width)
     warps = max(1, min(16, hp * kp // 512))

@@ -696,21 +696,19 @@ def block_constants(dtype: torch.dtype, dim: int, heads: int, block: int) -> dic
         padded = 128
     elif 16 < width < padded and triton.next_power_of_2(width - padded // 2) < padded // 2:
         padded, tail = padded // 2, max(16, triton.next_power_of_2(width - padded // 2))
-    exact = dtype == torch.float32
+    # The interpreter multiplies 16-bit matrices wrongly; it gets float32, of which no split is needed.
     dot = DTYPES[torch.float32 if INTERPRETED else dtype]
     return {
         "D": dim, "H": heads, "K": width, "KM": padded, "KT": tail, "NC": 1 if tail else ceil(width, padded),
         "SP": max(8, triton.next_power_of_2(block)), "GP": STEP,
-        # The interpreter multiplies 16-bit matrices wrongly; it gets float32, of which no split is needed.
-        "DOT": dot, "SPLIT": not (exact or INTERPRETED), "PRECISION": "ieee",
-        "STORED": dot, "num_warps": 1, "num_stages": 1,
+        "DOT": dot, "SPLIT": dot != tl.float32, "PRECISION": "ieee", "STORED": dot, "num_warps": 1, "num_stages": 1,
         "enable_fp_fusion": False,  # or a logit minus itself is not zero: it is a product, and would be fused
     }  # fmt: skip
 
 
 @functools.cache
 def query_constants(dtype: torch.dtype, dim: int, heads: int, count: int, **flags: bool) -> dict:
-    """The compile-time constants of `query_backward` for so many sources; first the flags."""
+    """The compile-time constants of `query_backward` for so many sources."""
     width, several = dim // heads, triton.next_power_of_2(count)
     padded = min(max(16, triton.next_power_of_2(width)), 64)
     return {
@@ -961,9 +959,7 @@ def read(
     lse = like.new_empty(*like.shape[:-1], heads, dtype=torch.float32)
     r = like.new_empty(like.shape[:-1], dtype=torch.float32)
     if tokens:
-        constants = site_constants(
-            like.shape[-1], heads, tt, COUNT=len(sources), REST=rest is not None, NORM=norm,
-        )  # fmt: skip
+        constants = site_constants(like.shape[-1], heads, tt, COUNT=len(sources), REST=rest is not None, NORM=norm)
         read_forward(
             (ceil(tokens, tt), 1, 1), constants, tuple(sources) or (like,),
             q, gains, early, early_lse, readout, rest, normed, lse, r, tokens, site, nth, eps, norm_eps,

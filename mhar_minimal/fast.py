@@ -74,10 +74,13 @@ def two_phase_block(depth: Depth, embedding: Tensor, norms: Sequence[nn.RMSNorm]
 
 
 def applicable(norms: Sequence[nn.RMSNorm], dtype: torch.dtype) -> Sequence[nn.RMSNorm]:
-    """The norms, if a kernel may stand in for all of them: none if one of another dtype, or with a hook on it."""
-    if any(n.weight.dtype != dtype or n._forward_hooks or n._forward_pre_hooks for n in norms):
-        return ()
-    return norms
+    """The norms, if a kernel may stand in for all of them, which knows one ε and calls no hook; otherwise none."""
+
+    def plain(norm: nn.Module) -> bool:
+        hooks = norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks
+        return type(norm) is nn.RMSNorm and norm.weight is not None and norm.weight.dtype == dtype and not hooks
+
+    return norms if all(map(plain, norms)) and len({norm.eps for norm in norms} - {None}) == 1 else ()
 
 
 def schedule(sites: int, dim: int, heads: int) -> int:
