@@ -157,7 +157,7 @@ def tokens_of(x: Tensor) -> int:
 
 @functools.cache
 def site_constants(dim: int, heads: int, together: int, **flags: bool | int) -> dict:
-    """The compile-time constants of kernels whose programs hold whole tokens, all heads at once; flags are their own."""
+    """The compile-time constants of kernels whose programs hold whole tokens; flags are a kernel's own."""
     width = dim // heads
     hp, kp = triton.next_power_of_2(heads), triton.next_power_of_2(width)
     warps = max(1, min(16, hp * kp // 512))

@@ -198,6 +198,7 @@ def test_inputs_in_any_layout(residual, name):
 @pytest.mark.parametrize("used", [[0], [2], [1, 3], [4]])
 def test_a_loss_of_some_read_outs_only(used, residual, name, monkeypatch):
     block_size = 2 if residual == "block" else None
+    monkeypatch.setattr("mhar_minimal.fast.schedule", lambda *_: 2)  # blocks of 2, 2 and 1 sites
     inputs = draw(5, 5, 12, 1, shape=(1, 2))
 
     def gradients(which, inputs):
@@ -561,7 +562,7 @@ def test_a_norm_that_no_kernel_can_stand_in_for_is_called_itself(change):
             norm.register_full_backward_hook(lambda *args: calls.append(args))
         found.append(logits_and_gradients(made))
     for a, b in zip(*found, strict=True):
-        assert error(b, a.double()) < 1e-4  # measured 1.2e-5, and 0.1 and more with the wrong norm
+        assert error(b, a.double()) < 1e-4  # measured 1.2e-5, and 2e-3 with the wrong norm
     assert len(calls) == (2 if change == "backward hook" else 0)
     norms = [norm for layer in made.layers for norm in (layer.attn_norm, layer.mlp_norm)]
     assert applicable(norms, torch.float32) == (norms if change == "none" else ())
