@@ -312,6 +312,8 @@ def route(
         RuntimeError: no GPU, and no interpreter in its place.
     """
     check_shapes(query, gain, sources, heads)
+    if not eps > 0:
+        raise ValueError(f"eps={eps}; accepted: a number above 0")
     dtype = sources[0].dtype
     for source in sources[1:]:
         dtype = torch.promote_types(dtype, source.dtype)

@@ -115,6 +115,8 @@ def test_bad_input_is_named():
         ({"gain": torch.ones(1, 12)}, r"gain has shape \(1, 12\)"),
         ({"heads": 5}, "heads=5 does not divide the width 12"),
         ({"heads": 0}, "heads=0"),
+        ({"eps": 0.0}, r"eps=0.0; accepted: a number above 0"),
+        ({"eps": float("nan")}, "eps=nan"),
         ({"sources": [torch.zeros(2, 3, 12, dtype=torch.float64)]}, "dtype torch.float64; accepted: float32, bfloat16"),
         ({"sources": [torch.zeros(2, 3, 12, dtype=torch.int64)]}, "dtype torch.int64; accepted: float32"),
     ]:
