@@ -287,11 +287,11 @@ def training_rows(
     """Tokens/s and peak memory; the schemes take turns, so that a machine that slows down slows all of them."""
     for name in names:
         for depth in layers or [preset(name).layers]:
+            torch._dynamo.reset()  # once for all that take turns, or the earlier ones would be compiled again
             steps: dict[str, Step] = {}
             for scheme in schemes:
                 changes = {} if scheme == "standard" else {"residual": "full", "heads": 8, "impl": scheme}
                 config = preset(name, layers=depth, **changes)
-                torch._dynamo.reset()
                 torch.cuda.empty_cache()
                 steps[scheme] = Step(config, MICRO_BATCH[name], mode, recompute)
             times = {scheme: [] for scheme in schemes}
