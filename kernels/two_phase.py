@@ -129,8 +129,8 @@ def read_forward(
     sources,  # COUNT sources written inside the block before this site, oldest first, [tokens, D] each
     q_ptr,  # all queries q ⊙ g, float32 [sites, D]
     gain_ptr,  # of the norms behind the sites, float32 [sites, D]; None without NORM
-    early_ptr,  # phase 1 of the block: read-outs, float32 [block, tokens, D], and
-    early_lse_ptr,  # log-normalisers, float32 [block, tokens, H]
+    early_ptr,  # phase 1 of the block, an online softmax to go on with: acc, float32 [block, tokens, D], and
+    early_ml_ptr,  # m and l, float32 [block, tokens, H, 2]
     readout_ptr,  # out, storage dtype [tokens, D]
     rest_ptr,  # out, its rest, int8 [tokens, D]; None without REST
     normed_ptr,  # out, the read-out behind the norm, storage dtype [tokens, D]; None without NORM
@@ -156,8 +156,9 @@ def read_forward(
     row, here, head, head_here = places(t, t < tokens, channel, inside, D, H, HP)
     behind = nth * tokens.to(tl.int64)
     q = tl.load(q_ptr + site * D + channel, mask=inside, other=0.0)
-    m = tl.load(early_lse_ptr + behind * H + head, mask=head_here, other=0.0)
-    l = tl.full([TT, HP], 1.0, tl.float32)
+    early = early_ml_ptr + 2 * (behind * H + head)
+    m = tl.load(early, mask=head_here, other=0.0)
+    l = tl.load(early + 1, mask=head_here, other=1.0)
     acc = tl.load(early_ptr + behind * D + row, mask=here, other=0.0)
     values = ()  # all loads first: none may pass the barriers of a reduction
     for i in tl.static_range(COUNT):
@@ -345,14 +346,17 @@ def dot2(a, high, low, acc, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
     return acc
 
 
-@kernel("count")
-def block_scores(
-    table,
+@kernel("tokens", "count", "site", "sites")
+def source_scores(
+    table,  # int64 [count]: addresses of the sources that a block publishes, each [tokens, D]
     like_ptr,
-    high_ptr,
+    high_ptr,  # all queries, [sites, D]
     low_ptr,
-    scores_ptr,
+    scores_ptr,  # out, float32 [count, tokens, H, sites]: q · v, without r and scale, from site on
+    tokens,
     count,
+    site,  # the first that reads them
+    sites,
     D: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,  # D / H
@@ -366,19 +370,27 @@ def block_scores(
     PRECISION: tl.constexpr,
     STORED: tl.constexpr,  # the storage dtype
 ):
-    t = tl.program_id(0).to(tl.int64)
+    steps = tl.cdiv(sites - site, GP)  # neighbouring programs read the same sources
+    s = site + tl.program_id(0) % steps * GP + tl.arange(0, GP)
     h = tl.program_id(1)
-    i = tl.program_id(2) * GP + tl.arange(0, GP)
-    base = tl.load(table + tl.minimum(i, count - 1)).to(like_ptr.dtype) + t * D
-    logit = tl.zeros([GP, SP], tl.float32)
+    x = tl.arange(0, 64)  # several tokens, all sources of each: they share what is loaded of the queries
+    j = x % SP
+    t = tl.program_id(0) // steps * (64 // SP) + x // SP
+    own = tl.minimum(j, count - 1)
+    base = tl.load(table + own).to(like_ptr.dtype) + tl.minimum(t, tokens - 1).to(tl.int64) * D
+    at = tl.minimum(s, sites - 1)
+    logit = tl.zeros([GP, 64], tl.float32)
     for c in range(NC):
-        high, low = columns(high_ptr, low_ptr, h, c * KM, K, KM, SP, KM * NC == K, DOT, SPLIT)
-        logit = dot2(channels(base, h, c * KM, K, KM, KM * NC == K, DOT), high, low, logit, SPLIT, PRECISION)
-    to = scores_ptr + ((t * H + h) * count + i)[:, None] * SP + tl.arange(0, SP)[None, :]
-    tl.store(to, logit, mask=(i < count)[:, None])
+        high, low = queries(high_ptr, low_ptr, at, h, c * KM, D, K, KM, KM * NC == K, DOT, SPLIT)
+        v = tl.trans(channels(base, h, c * KM, K, KM, KM * NC == K, DOT))
+        logit = tl.dot(high, v, logit, input_precision=PRECISION)
+        if SPLIT:
+            logit = tl.dot(low, v, logit, input_precision=PRECISION)
+    to = scores_ptr + ((own.to(tl.int64) * tokens + t) * H + h)[None, :] * sites + s[:, None]
+    tl.store(to, logit, mask=(s < sites)[:, None] & ((j < count) & (t < tokens))[None, :])
 
 
-@kernel("tokens", "count", "site", "sites")
+@kernel("tokens", "count", "site", "sites", "total")
 def block_forward(
     table,  # int64 [count]: addresses of the finished sources, each [tokens, D]
     like_ptr,  # anything of the sources' dtype
@@ -386,13 +398,14 @@ def block_forward(
     high_ptr,  # the block's queries, float32 [D, SP] as high + low in the storage dtype, times scale
     low_ptr,
     scale_ptr,
-    scores_ptr,  # float32 [tokens, H, count, SP], from block_scores where NC > 1
-    out_ptr,  # out, float32 [sites, tokens, D]
-    lse_ptr,  # out, float32 [sites, tokens, H]
+    scores,  # int64 [count]: addresses of each one's scores, float32 [tokens, H, total]; None where NC = 1
+    acc_ptr,  # out, float32 [sites, tokens, D]
+    ml_ptr,  # out, float32 [sites, tokens, H, 2]
     tokens,
     count,
     site,  # the first
-    sites,  # of this block
+    sites,  # of this block, and
+    total,  # of the model
     D: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,  # D / H
@@ -436,7 +449,8 @@ def block_forward(
                 logit = dot2(v_t, high_t, low_t, logit, SPLIT, PRECISION)
         else:
             v = channels(base, h, mine, K, KM, FM, DOT)
-            logit = tl.load(scores_ptr + ((t * H + h) * count + at)[:, None] * SP + tl.arange(0, SP)[None, :])
+            score = tl.load(scores + at).to(tl.pointer_type(tl.float32)) + ((t * H + h) * total + site)
+            logit = tl.load(score[:, None] + s[None, :])
         logit = tl.where((i < count)[:, None], logit * (r[:, None] * scale[None, :]), float("-inf"))
         new = tl.maximum(m, tl.max(logit, 0))
         old = tl.exp(m - new)
@@ -450,26 +464,25 @@ def block_forward(
         m = new
     site = tl.arange(0, SP)
     row = site.to(tl.int64) * tokens + t
-    norm = 1 / l
     k = mine + tl.arange(0, KM)
-    to = out_ptr + (row * D + h * K)[None, :] + k[:, None]
-    tl.store(to, acc * norm[None, :], mask=(site < sites)[None, :] & (k < K)[:, None])
+    to = acc_ptr + (row * D + h * K)[None, :] + k[:, None]
+    tl.store(to, acc, mask=(site < sites)[None, :] & (k < K)[:, None])
     if KT:
         k_t = KM + tl.arange(0, KT)
-        to_t = out_ptr + (row * D + h * K)[None, :] + k_t[:, None]
-        tl.store(to_t, acc_t * norm[None, :], mask=(site < sites)[None, :] & (k_t < K)[:, None])
-    tl.store(lse_ptr + row * H + h, m + tl.log(l), mask=(site < sites) & (mine == 0))
+        to_t = acc_ptr + (row * D + h * K)[None, :] + k_t[:, None]
+        tl.store(to_t, acc_t, mask=(site < sites)[None, :] & (k_t < K)[:, None])
+    first = (site < sites) & (mine == 0)
+    tl.store(ml_ptr + 2 * (row * H + h), m, mask=first)
+    tl.store(ml_ptr + 2 * (row * H + h) + 1, l, mask=first)
 
 
 @kernel("rows", "tokens", "count", "site", "sites")
-def block_scores_backward(
+def gradient_scores(
     table,
     like_ptr,
     ledger_ptr,
     rows,  # offset of the read-outs' gradients, stored [sites, tokens, D]
-    high_ptr,
-    low_ptr,
-    scores_ptr,  # out, float32 [tokens, H, later sites, 2, SP]: q · v and dout · v
+    dov_ptr,  # out, float32 [tokens, H, later sites, SP]: dout · v
     tokens,
     count,
     site,
@@ -495,18 +508,12 @@ def block_scores_backward(
     j = tl.arange(0, SP)
     base = tl.load(table + tl.minimum(j, count - 1)).to(like_ptr.dtype) + t * D
     back = rows_ptr + (at.to(tl.int64) * tokens + t) * D
-    logit = tl.zeros([GP, SP], tl.float32)
     dov = tl.zeros([GP, SP], tl.float32)
     for c in range(NC):
-        high, low = queries(high_ptr, low_ptr, at, h, c * KM, D, K, KM, KM * NC == K, DOT, SPLIT)
         v = tl.trans(channels(base, h, c * KM, K, KM, KM * NC == K, DOT))
-        logit = tl.dot(high, v, logit, input_precision=PRECISION)
-        if SPLIT:
-            logit = tl.dot(low, v, logit, input_precision=PRECISION)
         dov = tl.dot(channels(back, h, c * KM, K, KM, KM * NC == K, DOT), v, dov, input_precision=PRECISION)
-    score = scores_ptr + ((t * H + h) * (sites - site) + s - site)[:, None] * (2 * SP) + j[None, :]
-    tl.store(score, logit, mask=(s < sites)[:, None])
-    tl.store(score + SP, dov, mask=(s < sites)[:, None])
+    to = dov_ptr + ((t * H + h) * (sites - site) + s - site)[:, None] * SP + j[None, :]
+    tl.store(to, dov, mask=(s < sites)[:, None])
 
 
 @kernel("rows", "stats", "part", "radial", "tokens", "count", "site", "sites")
@@ -522,7 +529,8 @@ def block_backward(
     high_ptr,  # all queries, [sites, D]
     low_ptr,
     scale_ptr,
-    scores_ptr,
+    scores_ptr,  # from source_scores and gradient_scores; None where NC = 1
+    dov_ptr,
     dlr_ptr,  # out, float32 [tokens, H, later sites, count]: dlogit · r
     tokens,
     count,
@@ -583,9 +591,9 @@ def block_backward(
         else:
             high, low = queries(high_ptr, low_ptr, at, h, mine, D, K, KM, FM, DOT, SPLIT)
             dout = channels(back, h, mine, K, KM, FM, DOT)
-            score = scores_ptr + ((t * H + h) * (sites - site) + at - site)[:, None] * (2 * SP) + j[None, :]
-            logit = tl.load(score)
-            dov = tl.load(score + SP)
+            score = scores_ptr + ((own.to(tl.int64) * tokens + t) * H + h) * sites
+            logit = tl.load(score[None, :] + at[:, None])
+            dov = tl.load(dov_ptr + ((t * H + h) * (sites - site) + at - site)[:, None] * SP + j[None, :])
         scale = tl.load(scale_ptr + at)
         stat = ledger_ptr + stats + (t * H + h) * (2 * sites) + 2 * at
         lse = tl.load(stat)
@@ -698,12 +706,20 @@ def block_constants(dtype: torch.dtype, dim: int, heads: int, block: int) -> dic
         padded, tail = padded // 2, max(16, triton.next_power_of_2(width - padded // 2))
     # The interpreter multiplies 16-bit matrices wrongly; it gets float32, of which no split is needed.
     dot = DTYPES[torch.float32 if INTERPRETED else dtype]
+    narrow = dot != tl.float32
     return {
         "D": dim, "H": heads, "K": width, "KM": padded, "KT": tail, "NC": 1 if tail else ceil(width, padded),
         "SP": max(8, triton.next_power_of_2(block)), "GP": STEP,
-        "DOT": dot, "SPLIT": dot != tl.float32, "PRECISION": "ieee", "STORED": dot, "num_warps": 1, "num_stages": 1,
+        "DOT": dot, "SPLIT": narrow, "PRECISION": "ieee", "STORED": dot, "num_warps": 1, "num_stages": 1,
+        "maxnreg": 168 if narrow else None,  # half as many programs again at a time, and hardly a number is spilled
         "enable_fp_fusion": False,  # or a logit minus itself is not zero: it is a product, and would be fused
     }  # fmt: skip
+
+
+@functools.cache
+def score_constants(dtype: torch.dtype, dim: int, heads: int, block: int) -> dict:
+    """Those of `source_scores`."""
+    return block_constants(dtype, dim, heads, block) | {"num_warps": 4, "num_stages": 2}
 
 
 @functools.cache
@@ -805,51 +821,75 @@ start.differentiable(_start_setup, _start_backward, first=2)
 @operation("begin")
 def begin(
     ledger: Tensor, newest: Tensor | None, halves: Tensor, scale: Tensor, sources: list[Tensor], rs: list[Tensor],
-    fresh: int, site: int, end: int, room: int, heads: int, eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Read-outs of the sites from ``site`` to ``end`` over all finished sources.
+    scores: list[Tensor], fresh: int, site: int, end: int, room: int, heads: int, eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """What the online softmax of the sites from ``site`` to ``end`` has come to behind all finished sources.
 
     Args:
         ledger: as it was passed on.
         newest: the source that was written last and that no site has read yet, [B, T, D], or None.
         halves, scale: all queries, `halves_of` them.
         sources, rs: the older finished sources, [B, T, D] each, and r of each, float32 [B, T].
+        scores: what this returned for every block before.
         fresh: how many of these, the last, become readable for later blocks here; newest is another.
         site, end: sites that share this phase 1, at most 16.
         room, heads, eps: sources that become readable at once, at most; as in `route`.
 
     Returns:
-        The ledger; the read-outs, float32 [end - site, B, T, D]; lse [end - site, B, T, H]; r of ``newest``.
+        The ledger; acc, float32 [end - site, B, T, D]; m and l, float32 [end - site, B, T, H, 2]; r of ``newest``; and
+        where a head is too wide for one program, the scores q · v of the sources published here, float32
+        [``fresh`` or one more, B, T, H, sites].
     """
     like = sources[0] if newest is None else newest
     count, dim, tokens = end - site, like.shape[-1], tokens_of(like)
-    out = like.new_empty(count, *like.shape, dtype=torch.float32)
-    lse = like.new_empty(count, *like.shape[:-1], heads, dtype=torch.float32)
+    acc = like.new_empty(count, *like.shape, dtype=torch.float32)
+    ml = like.new_empty(count, *like.shape[:-1], heads, 2, dtype=torch.float32)
     r = like.new_empty(like.shape[:-1], dtype=torch.float32)
+    new = room_for_scores(like, fresh + (newest is not None), heads, halves.shape[1])
     if tokens:
         if newest is not None:
             tt = together(tokens)
             norm_forward((ceil(tokens, tt), 1, 1), site_constants(dim, 1, tt), newest, r, tokens, eps)
             sources, rs = [*sources, newest], [*rs, r]
-        constants, scores, n = block_constants(like.dtype, dim, heads, count), None, len(sources)
+        constants, n, wide = block_constants(like.dtype, dim, heads, count), len(sources), None
         columns = halves.new_zeros(2, dim, constants["SP"])
         columns[..., :count] = halves[:, site:end].transpose(1, 2)
         table, (high, low) = addresses(sources), columns.unbind()
         if constants["NC"] > 1:
-            scores = like.new_empty(tokens, heads, n, constants["SP"], dtype=torch.float32)
-            block_scores((tokens, heads, ceil(n, STEP)), constants, table, like, high, low, scores, n)
+            score(sources[n - len(new) :], halves, new, site, heads)
+            wide = addresses([row for block in [*scores, new] for row in block])
         block_forward(
             (tokens, heads, constants["NC"]), constants,
-            table, like, torch.stack(rs), high, low, scale, scores, out, lse, tokens, n, site, count,
+            table, like, torch.stack(rs), high, low, scale, wide, acc, ml, tokens, n, site, count, halves.shape[1],
         )  # fmt: skip
-    return passed_on(ledger), out, lse, r
+    return passed_on(ledger), acc, ml, r, new
+
+
+def room_for_scores(like: Tensor, count: int, heads: int, sites: int) -> Tensor:
+    """For what `score` gives of ``count`` sources like this one; for none where heads are narrow."""
+    wide = block_constants(like.dtype, like.shape[-1], heads, count)["NC"] > 1
+    return like.new_empty(count if wide else 0, *like.shape[:-1], heads, sites, dtype=torch.float32)
+
+
+def score(sources: list[Tensor], halves: Tensor, scores: Tensor, site: int, heads: int) -> None:
+    """Write the scores q · v of the sources at every site from ``site`` on, into [sources, B, T, H, sites]."""
+    if sources:
+        like, count, sites = sources[0], len(sources), halves.shape[1]
+        constants = score_constants(like.dtype, like.shape[-1], heads, count)
+        blocks = ceil(tokens_of(like), 64 // constants["SP"]) * ceil(sites - site, STEP)
+        high, low = halves.unbind()
+        source_scores(
+            (blocks, heads, 1), constants,
+            addresses(sources), like, high, low, scores, tokens_of(like), count, site, sites,
+        )  # fmt: skip
 
 
 @begin.fake
-def _(ledger, newest, halves, scale, sources, rs, fresh, site, end, room, heads, eps):
+def _(ledger, newest, halves, scale, sources, rs, scores, fresh, site, end, room, heads, eps):
     like = sources[0] if newest is None else newest
-    out = like.new_empty(end - site, *like.shape, dtype=torch.float32)
-    return passed_on(ledger), out, out.new_empty(*out.shape[:-1], heads), out.new_empty(like.shape[:-1])
+    acc = like.new_empty(end - site, *like.shape, dtype=torch.float32)
+    new = room_for_scores(like, fresh + (newest is not None), heads, halves.shape[1])
+    return passed_on(ledger), acc, acc.new_empty(*acc.shape[:-1], heads, 2), acc.new_empty(like.shape[:-1]), new
 
 
 @operation("begin_backward", mutates=("ledger",))
@@ -863,18 +903,20 @@ def begin_backward(
     dv = torch.empty_like(like, dtype=stored(like)) if newest else like.new_empty(0, dtype=stored(like))
     if tokens:
         at = sections_for(like, sites, room, heads)
-        constants, scores = block_constants(like.dtype, dim, heads, count), None
+        constants, scores, dov = block_constants(like.dtype, dim, heads, count), None, None
         table, r, (high, low) = addresses(sources), torch.stack(rs), halves.unbind()
         dlr = scale.new_empty(tokens, heads, later, count)
-        if constants["NC"] > 1:
-            scores = scale.new_empty(tokens, heads, later, 2, constants["SP"])
-            block_scores_backward(
+        if constants["NC"] > 1:  # the scores once more: kept, they would take as much as several activations
+            scores = room_for_scores(like, count, heads, sites)
+            score(sources, halves, scores, site, heads)
+            dov = scale.new_empty(tokens, heads, later, constants["SP"])
+            gradient_scores(
                 (tokens, heads, ceil(later, STEP)), constants,
-                table, like, ledger, at.rows, high, low, scores, tokens, count, site, sites,
+                table, like, ledger, at.rows, dov, tokens, count, site, sites,
             )  # fmt: skip
         block_backward(
             (tokens, heads, constants["NC"]), constants,
-            table, like, r, ledger, at.rows, at.stats, at.part, at.radial, high, low, scale, scores, dlr,
+            table, like, r, ledger, at.rows, at.stats, at.part, at.radial, high, low, scale, scores, dov, dlr,
             tokens, count, site, sites,
         )  # fmt: skip
         constants = query_constants(like.dtype, dim, heads, count, SOURCE=True, ONE=False, REST=False, NORM=False)
@@ -899,14 +941,13 @@ def _(ledger, halves, scale, sources, rs, newest, site, room, heads):
 
 
 def _begin_setup(ctx, inputs, output):
-    _, newest, halves, scale, sources, rs, fresh, site, _, room, heads, _ = inputs
-    _, out, lse, r = output
+    _, newest, halves, scale, sources, rs, _, fresh, site, _, room, heads, _ = inputs
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(out, lse, r)
+    ctx.mark_non_differentiable(*output[1:])
     published = len(sources) - fresh
     sources, rs = sources[published:], rs[published:]
     if newest is not None:
-        sources, rs = [*sources, newest], [*rs, r]
+        sources, rs = [*sources, newest], [*rs, output[3]]
     ctx.numbers = newest is not None, site, room, heads
     ctx.save_for_backward(halves, scale, *sources, *rs)
 
@@ -929,7 +970,7 @@ begin.differentiable(_begin_setup, _begin_backward, first=2)
 @operation("read")
 def read(
     ledger: Tensor, newest: Tensor | None, like: Tensor, q: Tensor, gains: Tensor | None, early: Tensor,
-    early_lse: Tensor, local: list[Tensor], site: int, nth: int, end: int, slot: int, room: int, heads: int, eps: float,
+    early_ml: Tensor, local: list[Tensor], site: int, nth: int, end: int, slot: int, room: int, heads: int, eps: float,
     norm_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The read-out of one site, phase 1 merged with the sources of its own block.
@@ -940,7 +981,7 @@ def read(
         like: of the shape and dtype of a source.
         q: all queries q ⊙ g, float32 [sites, D].
         gains: of the RMSNorms behind the sites, float32 [sites, D]: the read-out is given behind its norm; or None.
-        early, early_lse: phase 1 of the block, from `begin`.
+        early, early_ml: phase 1 of the block, from `begin`.
         local: the older sources of the block, [B, T, D] each; their gradients are their own sites' business.
         site, nth: this site, in the model and in the block.
         end: the first site that does not read ``newest`` within the block.
@@ -962,7 +1003,7 @@ def read(
         constants = site_constants(like.shape[-1], heads, tt, COUNT=len(sources), REST=rest is not None, NORM=norm)
         read_forward(
             (ceil(tokens, tt), 1, 1), constants, tuple(sources) or (like,),
-            q, gains, early, early_lse, readout, rest, normed, lse, r, tokens, site, nth, eps, norm_eps,
+            q, gains, early, early_ml, readout, rest, normed, lse, r, tokens, site, nth, eps, norm_eps,
         )  # fmt: skip
     readout, rest = rounded(readout, rest, like.dtype)
     if norm:
@@ -971,7 +1012,7 @@ def read(
 
 
 @read.fake
-def _(ledger, newest, like, q, gains, early, early_lse, local, site, nth, end, slot, room, heads, eps, norm_eps):
+def _(ledger, newest, like, q, gains, early, early_ml, local, site, nth, end, slot, room, heads, eps, norm_eps):
     given, lse = torch.empty_like(like), q.new_empty(*like.shape[:-1], heads)
     readout = like.new_empty(0) if gains is None else torch.empty_like(like)
     return passed_on(ledger), given, q.new_empty(like.shape[:-1]), readout, fake_rest(like), lse
@@ -1072,6 +1113,7 @@ class TwoPhase:
         self.done: list[Tensor] = []  # the sources that are read in phase 1,
         self.local: list[Tensor] = []  # those of this block that were read since,
         self.rs: list[Tensor] = []  # and r of all of them
+        self.scores: list[Tensor] = []  # of the sources of every block, where heads are wide
         self.write(embedding)
 
     @property
@@ -1107,10 +1149,11 @@ class TwoPhase:
         if self.site == len(self.q):
             raise ValueError(f"read {self.site + 1} of a pass over {self.site} sites; accepted: one read per site")
         sources, fresh = self.done + self.local, len(self.local)
-        self.ledger, self.early, self.early_lse, r = begin(
-            self.ledger, newest, self.halves, self.scale, sources, self.rs, fresh,
+        self.ledger, self.early, self.early_ml, r, scores = begin(
+            self.ledger, newest, self.halves, self.scale, sources, self.rs, self.scores, fresh,
             self.site, end, self.room, self.heads, self.eps,
         )  # fmt: skip
+        self.scores.append(scores)
         if newest is not None:
             sources.append(newest.detach())
             self.rs.append(r)
@@ -1119,7 +1162,7 @@ class TwoPhase:
     def merge(self, newest: Tensor | None, end: int, slot: int, gains: Tensor | None) -> tuple[Tensor, Tensor]:
         """The read-out of this site, and r of ``newest``."""
         self.ledger, readout, r = read(
-            self.ledger, newest, self.like, self.q, gains, self.early, self.early_lse, self.local,
+            self.ledger, newest, self.like, self.q, gains, self.early, self.early_ml, self.local,
             self.site, self.site - self.first, end, slot, self.room, self.heads, self.eps, self.norm_eps,
         )  # fmt: skip
         self.site += 1

@@ -106,6 +106,17 @@ def evaluate(model: Model, inputs: Tensor, targets: Tensor, batch_size: int = Re
     return total / targets.numel()
 
 
+class Loss(nn.Module):
+    """A model's mean cross-entropy, nats per byte, of inputs and targets [B, T] (int64)."""
+
+    def __init__(self, model: Model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())
+
+
 class Run:
     """Everything a run is at a finished step: what `save` writes, and `restore` brings back bit for bit."""
 
@@ -120,6 +131,10 @@ class Run:
             parameter_groups(self.model), lr=recipe.lr, betas=BETAS, eps=ADAM_EPS, fused=True
         )
         self.step, self.seconds, self.peak = 0, 0.0, 0
+        self.loss = Loss(self.model)
+        if self.device.type == "cuda":  # which would wait for most launches of a small model: they are recorded once
+            sample = tuple(t.to(self.device) for t in self.batch())
+            self.loss = torch.cuda.make_graphed_callables(self.loss, sample, allow_unused_input=True)
         self.rows: list[Row] = []
         self.losses: list[float] = []  # since the last row
 
@@ -133,7 +148,7 @@ class Run:
         inputs, targets = (t.to(self.device) for t in self.batch())
         for group in self.optimizer.param_groups:
             group["lr"] = self.recipe.lr * schedule(self.step, self.recipe)
-        loss = F.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())
+        loss = self.loss(inputs, targets)
         self.optimizer.zero_grad()
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)

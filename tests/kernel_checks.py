@@ -5,8 +5,9 @@ definition in the kernels' own dtype: a read-out may be 1.5 times as far from th
 in the last place of the storage dtype if that is more. Errors are of all sites, or sources, as one tensor.
 
 One float32 error is luck: over 30 seeds the largest is three to five times the median, for the definition and for the
-kernels. So the yardstick is the largest of many seeds. Queries are drawn so that logits are of order 1, because the
-gradient behind a softmax that is nearly one-hot is a difference of equal numbers, whose relative error says nothing.
+kernels. So the yardstick is the largest of many seeds, and where the kernels' first draw is above it, the median of
+three decides. Queries are drawn so that logits are of order 1, because the gradient behind a softmax that is nearly
+one-hot is a difference of equal numbers, whose relative error says nothing.
 """
 
 import collections
@@ -14,6 +15,7 @@ import math
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from statistics import median
 from types import SimpleNamespace
 
 import torch
@@ -26,9 +28,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = 1e-6
 MARGIN = 1024  # numbers
-# On an H200 the float32 read-outs of 73 sources in blocks of 16 came to 1.7 times the yardstick: phase 1 is handed over
-# as a read-out and a rounded log-normaliser. Interpreted they stay below 1.5.
-ALLOWED = {"readout": 1.5 if DEVICE == "cpu" else 2, "source": 3, "query": 3, "gain": 3, "norm": 3}
+ALLOWED = {"readout": 1.5, "source": 3, "query": 3, "gain": 3, "norm": 3}
 
 
 @dataclass
@@ -146,17 +146,23 @@ def errors(got: dict[str, list[Tensor]], truth: dict[str, list[Tensor]]) -> dict
 def assert_as_exact_as_eager(kernels: Callable, eager: Callable, dtype: torch.dtype, **shape) -> None:
     """The criterion at the top. ``kernels`` and ``eager`` are passes, ``shape`` is that of `draw`."""
     seeds = max(6, 120 // shape["sites"]) if dtype == torch.float32 else 3
-    yardstick = collections.Counter()
-    for seed in reversed(range(seeds)):
-        inputs = draw(**shape, dtype=dtype, seed=seed)  # the last is seed 0's, whose truth the kernels are held to
-        truth = results(eager, inputs.fresh(torch.float64))
-        for kind, far in errors(results(eager, inputs), truth).items():
+    yardstick, truths = collections.Counter(), []
+    for seed in range(seeds):
+        inputs = draw(**shape, dtype=dtype, seed=seed)
+        truths.append(results(eager, inputs.fresh(torch.float64)))
+        for kind, far in errors(results(eager, inputs), truths[-1]).items():
             yardstick[kind] = max(yardstick[kind], far)
-    got = results(kernels, inputs.fresh())
-    assert all(output.dtype == dtype for output in got["readout"])
-    ulps = 2 * torch.finfo(dtype).eps
-    for kind, far in errors(got, truth).items():
-        assert far <= max(ALLOWED[kind] * yardstick[kind], ulps), f"{kind}: {far:.1e}, eager {yardstick[kind]:.1e}"
+    allowed = {kind: max(ALLOWED[kind] * far, 2 * torch.finfo(dtype).eps) for kind, far in yardstick.items()}
+    draws = []
+    for seed, truth in enumerate(truths[:3]):
+        got = results(kernels, draw(**shape, dtype=dtype, seed=seed))
+        assert all(output.dtype == dtype for output in got["readout"])
+        draws.append(errors(got, truth))
+        if seed == 0 and all(far <= allowed[kind] for kind, far in draws[0].items()):
+            return  # interpreted draws are slow
+    for kind in allowed:
+        far = median(errors[kind] for errors in draws)
+        assert far <= allowed[kind], f"{kind}: {far:.1e}, eager {yardstick[kind]:.1e}"
 
 
 def assert_equal(got: dict[str, list[Tensor]], expected: dict[str, list[Tensor]]) -> None:

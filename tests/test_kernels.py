@@ -5,6 +5,7 @@ Interpreted without a GPU, native with one.
 
 import collections
 import math
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -51,9 +52,9 @@ def small(residual="full", **fields):
     return replace(SMALL, residual=residual, block_size=3 if residual == "block" else None, **fields)
 
 
-def model(config):
+def model(config, seed=1):
     """With queries and gains that route."""
-    torch.manual_seed(1)
+    torch.manual_seed(seed)
     made = Model(config)
     for p in made.depth.parameters():
         p.data += 0.5 * torch.randn(p.shape)
@@ -352,16 +353,24 @@ def test_without_gradients_the_read_outs_are_the_same(name):
 @pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize("residual", RESIDUALS)
 def test_a_model_is_the_eager_model(residual, heads, name):
-    """In logits and in the gradient of every parameter, as near to float64 as eager is; 3 times as far at most."""
-    config = small(residual, heads=heads)
-    truth = logits_and_gradients(model(config).double())
-    far = {}
-    for which in ("eager", name):
-        got = logits_and_gradients(model(replace(config, impl=which)))
-        far[which] = [error(g, t) for g, t in zip(got, truth, strict=True)]
-    assert len(truth) == 1 + len(list(model(config).parameters()))
-    assert far[name][0] < 5e-7  # the logits; measured 1.2e-7
-    assert max(far[name]) <= 3 * max(far["eager"])
+    """In logits and in the gradients of every kind of parameter, at most 3 times as far from float64 as the worst of
+    three eager models. One parameter's gradient can be a difference of equal numbers, those of all layers are not.
+    """
+
+    def far(which, seed):
+        config = small(residual, heads=heads)
+        made, worst, size = model(config, seed), collections.Counter(), collections.Counter()
+        kinds = ["logits", *(re.sub(r"\.\d+", "", parameter) for parameter, _ in made.named_parameters())]
+        truth = logits_and_gradients(made.double())
+        got = logits_and_gradients(model(replace(config, impl=which), seed))
+        for kind, t, g in zip(kinds, truth, got, strict=True):
+            worst[kind] = max(worst[kind], (g.double() - t).abs().max().item())
+            size[kind] = max(size[kind], t.abs().max().item())
+        return {kind: worst[kind] / size[kind] for kind in size}
+
+    ours, eager = far(name, 1), [far("eager", seed) for seed in (1, 2, 3)]
+    assert ours["logits"] < 5e-7  # measured 1.2e-7
+    assert max(ours.values()) <= 3 * max(max(kinds.values()) for kinds in eager)  # measured 2e-6 to 7e-6
 
 
 @either
@@ -470,11 +479,11 @@ def test_operators_are_what_they_declare(normed):
     halves, scale = two_phase.halves_of(q, torch.float32)
     rs = [torch.ones(1, 1, device=DEVICE)] * 2
     for newest in (sources[2].clone().requires_grad_(), None):
-        args = (halves, scale, sources[:2], rs, 1, 2, 4, room, heads)
+        args = (halves, scale, sources[:2], rs, [], 1, 2, 4, room, heads)
         opcheck(ops.begin, (ledger, newest, *args, EPS), test_utils=static)
-        _, early, early_lse, _ = ops.begin(ledger, newest, *args, EPS)
+        _, early, early_ml, *_ = ops.begin(ledger, newest, *args, EPS)
         opcheck(ops.begin_backward, (real, halves, scale, sources[:2], rs, newest is not None, 2, room, heads))
-        args = (sources[0], q, gains, early, early_lse, sources[:1], 3, 1, 4, 0, room, heads, EPS, EPS)
+        args = (sources[0], q, gains, early, early_ml, sources[:1], 3, 1, 4, 0, room, heads, EPS, EPS)
         opcheck(ops.read, (ledger, newest, *args), test_utils=static)
         _, given, _, readout, rest, lse = (x.detach() for x in ops.read(ledger, newest, *args))
         newest = None if newest is None else newest.detach()
@@ -519,13 +528,14 @@ def test_what_runs_is_kernels(residual, launches, monkeypatch):
     )  # fmt: skip
     monkeypatch.setattr("mhar_minimal.fast.schedule", lambda *_: 3)  # blocks of 3, 3 and 1 sites, in Block as well
     with_source = 4  # sites at which a source of their own block, or its partial sum, is read
-    for dim, chunked in ((12, {}), (300, {"block_scores": 3})):
+    for dim, wide in ((12, False), (300, True)):
         forward, backward = launched(launches, "two_phase", residual, dim=dim, block_size=block_size)
-        assert forward == {"norm_forward": 3, "block_forward": 3, "read_forward": 7} | chunked
+        scores = {"source_scores": 3} if wide else {}
+        assert forward == {"norm_forward": 3, "block_forward": 3, "read_forward": 7} | scores
         assert backward == {
             "source_backward": 7, "block_backward": 3, "norm_backward": 3,
             "query_backward": with_source + 3,
-        } | {f"{kernel}_backward": count for kernel, count in chunked.items()}  # fmt: skip
+        } | scores | ({"gradient_scores": 3} if wide else {})  # fmt: skip
 
 
 @pytest.mark.parametrize("residual", RESIDUALS)

@@ -1,8 +1,11 @@
 """A run on a GPU trains, records the GPU's memory, and goes on after a crash."""
 
-import pytest
+from dataclasses import replace
 
-from mhar_minimal import Config
+import pytest
+import torch
+
+from mhar_minimal.config import MIXINGS, Config
 from mhar_minimal.data import encode, load_corpus
 from mhar_minimal.train import CHECKPOINT, Recipe, Run, metadata, train
 
@@ -36,3 +39,27 @@ def test_on_a_gpu_a_run_trains_and_resumes(corpus, tmp_path, monkeypatch):
     assert model.embedding.weight.is_cuda
     assert rows[-1].val_loss == pytest.approx(on_cpu[-1].val_loss, abs=1e-2)
     assert metadata(tmp_path / "run" / CHECKPOINT)["peak_memory"] > 0
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(residual="standard", heads=1),
+        dict(residual="hyper", heads=1),
+        *(dict(residual="full", impl=impl) for impl in ("eager", "fused", "two_phase")),
+        *(dict(residual="block", block_size=2, impl=impl) for impl in ("eager", "two_phase")),
+        *(dict(residual="full", mixing=mixing) for mixing in MIXINGS[1:]),
+    ],
+    ids=lambda fields: "-".join(str(value) for value in fields.values()),
+)
+def test_recorded_steps_are_the_steps(fields, corpus, monkeypatch):
+    """On a GPU a step's launches are recorded once and replayed: the same numbers, bit for bit."""
+
+    def losses():
+        run = Run(replace(CONFIG, **fields), RECIPE, corpus, "cuda")
+        return [run.advance() for _ in range(5)]
+
+    recorded = losses()
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", lambda loss, *_, **__: loss)
+    assert recorded == losses()
+    assert len(set(recorded)) == 5
