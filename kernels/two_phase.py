@@ -346,17 +346,14 @@ def dot2(a, high, low, acc, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
     return acc
 
 
-@kernel("tokens", "count", "site", "sites")
-def source_scores(
-    table,  # int64 [count]: addresses of the sources that a block publishes, each [tokens, D]
+@kernel("count")
+def block_scores(
+    table,
     like_ptr,
-    high_ptr,  # all queries, [sites, D]
+    high_ptr,
     low_ptr,
-    scores_ptr,  # out, float32 [count, tokens, H, sites]: q · v, without r and scale, from site on
-    tokens,
+    scores_ptr,
     count,
-    site,  # the first that reads them
-    sites,
     D: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,  # D / H
@@ -370,27 +367,19 @@ def source_scores(
     PRECISION: tl.constexpr,
     STORED: tl.constexpr,  # the storage dtype
 ):
-    steps = tl.cdiv(sites - site, GP)  # neighbouring programs read the same sources
-    s = site + tl.program_id(0) % steps * GP + tl.arange(0, GP)
+    t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1)
-    x = tl.arange(0, 64)  # several tokens, all sources of each: they share what is loaded of the queries
-    j = x % SP
-    t = tl.program_id(0) // steps * (64 // SP) + x // SP
-    own = tl.minimum(j, count - 1)
-    base = tl.load(table + own).to(like_ptr.dtype) + tl.minimum(t, tokens - 1).to(tl.int64) * D
-    at = tl.minimum(s, sites - 1)
-    logit = tl.zeros([GP, 64], tl.float32)
+    i = tl.program_id(2) * GP + tl.arange(0, GP)
+    base = tl.load(table + tl.minimum(i, count - 1)).to(like_ptr.dtype) + t * D
+    logit = tl.zeros([GP, SP], tl.float32)
     for c in range(NC):
-        high, low = queries(high_ptr, low_ptr, at, h, c * KM, D, K, KM, KM * NC == K, DOT, SPLIT)
-        v = tl.trans(channels(base, h, c * KM, K, KM, KM * NC == K, DOT))
-        logit = tl.dot(high, v, logit, input_precision=PRECISION)
-        if SPLIT:
-            logit = tl.dot(low, v, logit, input_precision=PRECISION)
-    to = scores_ptr + ((own.to(tl.int64) * tokens + t) * H + h)[None, :] * sites + s[:, None]
-    tl.store(to, logit, mask=(s < sites)[:, None] & ((j < count) & (t < tokens))[None, :])
+        high, low = columns(high_ptr, low_ptr, h, c * KM, K, KM, SP, KM * NC == K, DOT, SPLIT)
+        logit = dot2(channels(base, h, c * KM, K, KM, KM * NC == K, DOT), high, low, logit, SPLIT, PRECISION)
+    to = scores_ptr + ((t * H + h) * count + i)[:, None] * SP + tl.arange(0, SP)[None, :]
+    tl.store(to, logit, mask=(i < count)[:, None])
 
 
-@kernel("tokens", "count", "site", "sites", "total")
+@kernel("tokens", "count", "site", "sites")
 def block_forward(
     table,  # int64 [count]: addresses of the finished sources, each [tokens, D]
     like_ptr,  # anything of the sources' dtype
@@ -398,14 +387,13 @@ def block_forward(
     high_ptr,  # the block's queries, float32 [D, SP] as high + low in the storage dtype, times scale
     low_ptr,
     scale_ptr,
-    scores,  # int64 [count]: addresses of each one's scores, float32 [tokens, H, total]; None where NC = 1
+    scores_ptr,  # float32 [tokens, H, count, SP], from block_scores where NC > 1
     acc_ptr,  # out, float32 [sites, tokens, D]
     ml_ptr,  # out, float32 [sites, tokens, H, 2]
     tokens,
     count,
     site,  # the first
-    sites,  # of this block, and
-    total,  # of the model
+    sites,  # of this block
     D: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,  # D / H
@@ -449,8 +437,7 @@ def block_forward(
                 logit = dot2(v_t, high_t, low_t, logit, SPLIT, PRECISION)
         else:
             v = channels(base, h, mine, K, KM, FM, DOT)
-            score = tl.load(scores + at).to(tl.pointer_type(tl.float32)) + ((t * H + h) * total + site)
-            logit = tl.load(score[:, None] + s[None, :])
+            logit = tl.load(scores_ptr + ((t * H + h) * count + at)[:, None] * SP + tl.arange(0, SP)[None, :])
         logit = tl.where((i < count)[:, None], logit * (r[:, None] * scale[None, :]), float("-inf"))
         new = tl.maximum(m, tl.max(logit, 0))
         old = tl.exp(m - new)
@@ -477,12 +464,14 @@ def block_forward(
 
 
 @kernel("rows", "tokens", "count", "site", "sites")
-def gradient_scores(
+def block_scores_backward(
     table,
     like_ptr,
     ledger_ptr,
     rows,  # offset of the read-outs' gradients, stored [sites, tokens, D]
-    dov_ptr,  # out, float32 [tokens, H, later sites, SP]: dout · v
+    high_ptr,
+    low_ptr,
+    scores_ptr,  # out, float32 [tokens, H, later sites, 2, SP]: q · v and dout · v
     tokens,
     count,
     site,
@@ -508,12 +497,18 @@ def gradient_scores(
     j = tl.arange(0, SP)
     base = tl.load(table + tl.minimum(j, count - 1)).to(like_ptr.dtype) + t * D
     back = rows_ptr + (at.to(tl.int64) * tokens + t) * D
+    logit = tl.zeros([GP, SP], tl.float32)
     dov = tl.zeros([GP, SP], tl.float32)
     for c in range(NC):
+        high, low = queries(high_ptr, low_ptr, at, h, c * KM, D, K, KM, KM * NC == K, DOT, SPLIT)
         v = tl.trans(channels(base, h, c * KM, K, KM, KM * NC == K, DOT))
+        logit = tl.dot(high, v, logit, input_precision=PRECISION)
+        if SPLIT:
+            logit = tl.dot(low, v, logit, input_precision=PRECISION)
         dov = tl.dot(channels(back, h, c * KM, K, KM, KM * NC == K, DOT), v, dov, input_precision=PRECISION)
-    to = dov_ptr + ((t * H + h) * (sites - site) + s - site)[:, None] * SP + j[None, :]
-    tl.store(to, dov, mask=(s < sites)[:, None])
+    score = scores_ptr + ((t * H + h) * (sites - site) + s - site)[:, None] * (2 * SP) + j[None, :]
+    tl.store(score, logit, mask=(s < sites)[:, None])
+    tl.store(score + SP, dov, mask=(s < sites)[:, None])
 
 
 @kernel("rows", "stats", "part", "radial", "tokens", "count", "site", "sites")
@@ -529,8 +524,7 @@ def block_backward(
     high_ptr,  # all queries, [sites, D]
     low_ptr,
     scale_ptr,
-    scores_ptr,  # from source_scores and gradient_scores; None where NC = 1
-    dov_ptr,
+    scores_ptr,
     dlr_ptr,  # out, float32 [tokens, H, later sites, count]: dlogit · r
     tokens,
     count,
@@ -591,9 +585,9 @@ def block_backward(
         else:
             high, low = queries(high_ptr, low_ptr, at, h, mine, D, K, KM, FM, DOT, SPLIT)
             dout = channels(back, h, mine, K, KM, FM, DOT)
-            score = scores_ptr + ((own.to(tl.int64) * tokens + t) * H + h) * sites
-            logit = tl.load(score[None, :] + at[:, None])
-            dov = tl.load(dov_ptr + ((t * H + h) * (sites - site) + at - site)[:, None] * SP + j[None, :])
+            score = scores_ptr + ((t * H + h) * (sites - site) + at - site)[:, None] * (2 * SP) + j[None, :]
+            logit = tl.load(score)
+            dov = tl.load(score + SP)
         scale = tl.load(scale_ptr + at)
         stat = ledger_ptr + stats + (t * H + h) * (2 * sites) + 2 * at
         lse = tl.load(stat)
@@ -717,12 +711,6 @@ def block_constants(dtype: torch.dtype, dim: int, heads: int, block: int) -> dic
 
 
 @functools.cache
-def score_constants(dtype: torch.dtype, dim: int, heads: int, block: int) -> dict:
-    """Those of `source_scores`."""
-    return block_constants(dtype, dim, heads, block) | {"num_warps": 4, "num_stages": 2}
-
-
-@functools.cache
 def query_constants(dtype: torch.dtype, dim: int, heads: int, count: int, **flags: bool) -> dict:
     """The compile-time constants of `query_backward` for so many sources."""
     width, several = dim // heads, triton.next_power_of_2(count)
@@ -821,8 +809,8 @@ start.differentiable(_start_setup, _start_backward, first=2)
 @operation("begin")
 def begin(
     ledger: Tensor, newest: Tensor | None, halves: Tensor, scale: Tensor, sources: list[Tensor], rs: list[Tensor],
-    scores: list[Tensor], fresh: int, site: int, end: int, room: int, heads: int, eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    fresh: int, site: int, end: int, room: int, heads: int, eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """What the online softmax of the sites from ``site`` to ``end`` has come to behind all finished sources.
 
     Args:
@@ -830,66 +818,42 @@ def begin(
         newest: the source that was written last and that no site has read yet, [B, T, D], or None.
         halves, scale: all queries, `halves_of` them.
         sources, rs: the older finished sources, [B, T, D] each, and r of each, float32 [B, T].
-        scores: what this returned for every block before.
         fresh: how many of these, the last, become readable for later blocks here; newest is another.
         site, end: sites that share this phase 1, at most 16.
         room, heads, eps: sources that become readable at once, at most; as in `route`.
 
     Returns:
-        The ledger; acc, float32 [end - site, B, T, D]; m and l, float32 [end - site, B, T, H, 2]; r of ``newest``; and
-        where a head is too wide for one program, the scores q · v of the sources published here, float32
-        [``fresh`` or one more, B, T, H, sites].
+        The ledger; acc, float32 [end - site, B, T, D]; m and l, float32 [end - site, B, T, H, 2]; r of ``newest``.
     """
     like = sources[0] if newest is None else newest
     count, dim, tokens = end - site, like.shape[-1], tokens_of(like)
     acc = like.new_empty(count, *like.shape, dtype=torch.float32)
     ml = like.new_empty(count, *like.shape[:-1], heads, 2, dtype=torch.float32)
     r = like.new_empty(like.shape[:-1], dtype=torch.float32)
-    new = room_for_scores(like, fresh + (newest is not None), heads, halves.shape[1])
     if tokens:
         if newest is not None:
             tt = together(tokens)
             norm_forward((ceil(tokens, tt), 1, 1), site_constants(dim, 1, tt), newest, r, tokens, eps)
             sources, rs = [*sources, newest], [*rs, r]
-        constants, n, wide = block_constants(like.dtype, dim, heads, count), len(sources), None
+        constants, scores, n = block_constants(like.dtype, dim, heads, count), None, len(sources)
         columns = halves.new_zeros(2, dim, constants["SP"])
         columns[..., :count] = halves[:, site:end].transpose(1, 2)
         table, (high, low) = addresses(sources), columns.unbind()
         if constants["NC"] > 1:
-            score(sources[n - len(new) :], halves, new, site, heads)
-            wide = addresses([row for block in [*scores, new] for row in block])
+            scores = like.new_empty(tokens, heads, n, constants["SP"], dtype=torch.float32)
+            block_scores((tokens, heads, ceil(n, STEP)), constants, table, like, high, low, scores, n)
         block_forward(
             (tokens, heads, constants["NC"]), constants,
-            table, like, torch.stack(rs), high, low, scale, wide, acc, ml, tokens, n, site, count, halves.shape[1],
+            table, like, torch.stack(rs), high, low, scale, scores, acc, ml, tokens, n, site, count,
         )  # fmt: skip
-    return passed_on(ledger), acc, ml, r, new
-
-
-def room_for_scores(like: Tensor, count: int, heads: int, sites: int) -> Tensor:
-    """For what `score` gives of ``count`` sources like this one; for none where heads are narrow."""
-    wide = block_constants(like.dtype, like.shape[-1], heads, count)["NC"] > 1
-    return like.new_empty(count if wide else 0, *like.shape[:-1], heads, sites, dtype=torch.float32)
-
-
-def score(sources: list[Tensor], halves: Tensor, scores: Tensor, site: int, heads: int) -> None:
-    """Write the scores q · v of the sources at every site from ``site`` on, into [sources, B, T, H, sites]."""
-    if sources:
-        like, count, sites = sources[0], len(sources), halves.shape[1]
-        constants = score_constants(like.dtype, like.shape[-1], heads, count)
-        blocks = ceil(tokens_of(like), 64 // constants["SP"]) * ceil(sites - site, STEP)
-        high, low = halves.unbind()
-        source_scores(
-            (blocks, heads, 1), constants,
-            addresses(sources), like, high, low, scores, tokens_of(like), count, site, sites,
-        )  # fmt: skip
+    return passed_on(ledger), acc, ml, r
 
 
 @begin.fake
-def _(ledger, newest, halves, scale, sources, rs, scores, fresh, site, end, room, heads, eps):
+def _(ledger, newest, halves, scale, sources, rs, fresh, site, end, room, heads, eps):
     like = sources[0] if newest is None else newest
     acc = like.new_empty(end - site, *like.shape, dtype=torch.float32)
-    new = room_for_scores(like, fresh + (newest is not None), heads, halves.shape[1])
-    return passed_on(ledger), acc, acc.new_empty(*acc.shape[:-1], heads, 2), acc.new_empty(like.shape[:-1]), new
+    return passed_on(ledger), acc, acc.new_empty(*acc.shape[:-1], heads, 2), acc.new_empty(like.shape[:-1])
 
 
 @operation("begin_backward", mutates=("ledger",))
@@ -903,20 +867,18 @@ def begin_backward(
     dv = torch.empty_like(like, dtype=stored(like)) if newest else like.new_empty(0, dtype=stored(like))
     if tokens:
         at = sections_for(like, sites, room, heads)
-        constants, scores, dov = block_constants(like.dtype, dim, heads, count), None, None
+        constants, scores = block_constants(like.dtype, dim, heads, count), None
         table, r, (high, low) = addresses(sources), torch.stack(rs), halves.unbind()
         dlr = scale.new_empty(tokens, heads, later, count)
-        if constants["NC"] > 1:  # the scores once more: kept, they would take as much as several activations
-            scores = room_for_scores(like, count, heads, sites)
-            score(sources, halves, scores, site, heads)
-            dov = scale.new_empty(tokens, heads, later, constants["SP"])
-            gradient_scores(
+        if constants["NC"] > 1:
+            scores = scale.new_empty(tokens, heads, later, 2, constants["SP"])
+            block_scores_backward(
                 (tokens, heads, ceil(later, STEP)), constants,
-                table, like, ledger, at.rows, dov, tokens, count, site, sites,
+                table, like, ledger, at.rows, high, low, scores, tokens, count, site, sites,
             )  # fmt: skip
         block_backward(
             (tokens, heads, constants["NC"]), constants,
-            table, like, r, ledger, at.rows, at.stats, at.part, at.radial, high, low, scale, scores, dov, dlr,
+            table, like, r, ledger, at.rows, at.stats, at.part, at.radial, high, low, scale, scores, dlr,
             tokens, count, site, sites,
         )  # fmt: skip
         constants = query_constants(like.dtype, dim, heads, count, SOURCE=True, ONE=False, REST=False, NORM=False)
@@ -941,13 +903,14 @@ def _(ledger, halves, scale, sources, rs, newest, site, room, heads):
 
 
 def _begin_setup(ctx, inputs, output):
-    _, newest, halves, scale, sources, rs, _, fresh, site, _, room, heads, _ = inputs
+    _, newest, halves, scale, sources, rs, fresh, site, _, room, heads, _ = inputs
+    _, acc, ml, r = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[1:])
+    ctx.mark_non_differentiable(acc, ml, r)
     published = len(sources) - fresh
     sources, rs = sources[published:], rs[published:]
     if newest is not None:
-        sources, rs = [*sources, newest], [*rs, output[3]]
+        sources, rs = [*sources, newest], [*rs, r]
     ctx.numbers = newest is not None, site, room, heads
     ctx.save_for_backward(halves, scale, *sources, *rs)
 
@@ -1113,7 +1076,6 @@ class TwoPhase:
         self.done: list[Tensor] = []  # the sources that are read in phase 1,
         self.local: list[Tensor] = []  # those of this block that were read since,
         self.rs: list[Tensor] = []  # and r of all of them
-        self.scores: list[Tensor] = []  # of the sources of every block, where heads are wide
         self.write(embedding)
 
     @property
@@ -1149,11 +1111,10 @@ class TwoPhase:
         if self.site == len(self.q):
             raise ValueError(f"read {self.site + 1} of a pass over {self.site} sites; accepted: one read per site")
         sources, fresh = self.done + self.local, len(self.local)
-        self.ledger, self.early, self.early_ml, r, scores = begin(
-            self.ledger, newest, self.halves, self.scale, sources, self.rs, self.scores, fresh,
+        self.ledger, self.early, self.early_ml, r = begin(
+            self.ledger, newest, self.halves, self.scale, sources, self.rs, fresh,
             self.site, end, self.room, self.heads, self.eps,
         )  # fmt: skip
-        self.scores.append(scores)
         if newest is not None:
             sources.append(newest.detach())
             self.rs.append(r)

@@ -32,6 +32,7 @@ from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from functools import cache
 from itertools import pairwise, product
+from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from statistics import median
 
@@ -99,7 +100,7 @@ class Plan:
     model: dict  # "preset", and the fields of Config that differ from it
     recipe: dict  # fields of Recipe, but for the seed
     grids: dict
-    at_once: int = 1  # runs at a time, each in a process of its own
+    at_once: int = 1  # runs at a time, each in a process of its own; with several GPUs, on every one
     precision: str = "highest"  # of float32 matrix products: highest, high (TF32 on a GPU) or medium, PyTorch's words
     keep_weights: bool = False  # of the first seed of every cell
 
@@ -249,7 +250,7 @@ def ablate(plan_file: Path, out: Path, device: str, only: str | None, session: d
     study["sessions"].append(session | {"machine": machine, "versions": versions(), "seconds": None})  # yet: if killed
     write_study(study, out)
     try:
-        with worker_processes(plan) as pool:
+        with worker_processes(plan, device) as pool:
             failed = train_all(pool, plan, [only] if only else list(plan.grids), folders, device)
             time_steps(pool, folders, out, device)
     finally:
@@ -276,10 +277,13 @@ def device_name(device: str) -> str:
 
 
 @contextmanager
-def worker_processes(plan: Plan) -> Iterator[ProcessPoolExecutor]:
-    threads = max(1, torch.get_num_threads() // plan.at_once)
+def worker_processes(plan: Plan, device: str) -> Iterator[ProcessPoolExecutor]:
+    gpus = torch.cuda.device_count() if device == "cuda" else 0
+    workers = plan.at_once * max(1, gpus)
+    threads = max(1, torch.get_num_threads() // workers)
     spawn = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-    pool = ProcessPoolExecutor(plan.at_once, spawn, prepare_worker, (threads, plan.precision))
+    order = spawn.Value("i", 0)
+    pool = ProcessPoolExecutor(workers, spawn, prepare_worker, (threads, plan.precision, gpus, order))
     try:
         yield pool
     except BaseException as error:
@@ -390,11 +394,20 @@ def write_study(study: dict, out: Path) -> None:
 cached_corpus = cache(load_corpus)
 
 
-def prepare_worker(threads: int, precision: str) -> None:
+def prepare_worker(threads: int, precision: str, gpus: int, order: Synchronized) -> None:
+    if gpus:
+        take_gpu(gpus, order)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which then ends its workers
     threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
     torch.set_float32_matmul_precision(precision)
+
+
+def take_gpu(gpus: int, order: Synchronized) -> None:
+    """Make the next GPU in turn this worker's; ``order`` counts the workers that came before."""
+    with order.get_lock():
+        torch.cuda.set_device(order.value % gpus)
+        order.value += 1
 
 
 def end_with_parent() -> None:

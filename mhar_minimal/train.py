@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import uuid
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -134,7 +135,9 @@ class Run:
         self.loss = Loss(self.model)
         if self.device.type == "cuda":  # which would wait for most launches of a small model: they are recorded once
             sample = tuple(t.to(self.device) for t in self.batch())
-            self.loss = torch.cuda.make_graphed_callables(self.loss, sample, allow_unused_input=True)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")  # of PyTorch's own warm-up
+                self.loss = torch.cuda.make_graphed_callables(self.loss, sample, allow_unused_input=True)
         self.rows: list[Row] = []
         self.losses: list[float] = []  # since the last row
 

@@ -3,6 +3,7 @@
 import csv
 import hashlib
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -484,10 +485,18 @@ def test_a_study_that_is_ended_in_the_middle_goes_on(victim, number, code, unint
     assert len(json.loads((out / "study.json").read_text())["sessions"]) == 2
 
 
+def test_workers_take_the_gpus_in_turn(monkeypatch):
+    taken, order = [], multiprocessing.Value("i", 0)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    for _ in range(5):
+        package_ablate.take_gpu(2, order)
+    assert taken == [0, 1, 0, 1, 0]
+
+
 def test_workers_share_the_threads_and_have_the_precision(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
     plan = read_plan(written(tmp_path, at_once=2, precision="high"))
-    with worker_processes(plan) as pool:
+    with worker_processes(plan, "cpu") as pool:
         assert pool.submit(torch.get_float32_matmul_precision).result() == "high"
         assert pool.submit(worker_threads).result() == 2
 

@@ -479,9 +479,9 @@ def test_operators_are_what_they_declare(normed):
     halves, scale = two_phase.halves_of(q, torch.float32)
     rs = [torch.ones(1, 1, device=DEVICE)] * 2
     for newest in (sources[2].clone().requires_grad_(), None):
-        args = (halves, scale, sources[:2], rs, [], 1, 2, 4, room, heads)
+        args = (halves, scale, sources[:2], rs, 1, 2, 4, room, heads)
         opcheck(ops.begin, (ledger, newest, *args, EPS), test_utils=static)
-        _, early, early_ml, *_ = ops.begin(ledger, newest, *args, EPS)
+        _, early, early_ml, _ = ops.begin(ledger, newest, *args, EPS)
         opcheck(ops.begin_backward, (real, halves, scale, sources[:2], rs, newest is not None, 2, room, heads))
         args = (sources[0], q, gains, early, early_ml, sources[:1], 3, 1, 4, 0, room, heads, EPS, EPS)
         opcheck(ops.read, (ledger, newest, *args), test_utils=static)
@@ -528,14 +528,13 @@ def test_what_runs_is_kernels(residual, launches, monkeypatch):
     )  # fmt: skip
     monkeypatch.setattr("mhar_minimal.fast.schedule", lambda *_: 3)  # blocks of 3, 3 and 1 sites, in Block as well
     with_source = 4  # sites at which a source of their own block, or its partial sum, is read
-    for dim, wide in ((12, False), (300, True)):
+    for dim, chunked in ((12, {}), (300, {"block_scores": 3})):
         forward, backward = launched(launches, "two_phase", residual, dim=dim, block_size=block_size)
-        scores = {"source_scores": 3} if wide else {}
-        assert forward == {"norm_forward": 3, "block_forward": 3, "read_forward": 7} | scores
+        assert forward == {"norm_forward": 3, "block_forward": 3, "read_forward": 7} | chunked
         assert backward == {
             "source_backward": 7, "block_backward": 3, "norm_backward": 3,
             "query_backward": with_source + 3,
-        } | scores | ({"gradient_scores": 3} if wide else {})  # fmt: skip
+        } | {f"{kernel}_backward": count for kernel, count in chunked.items()}  # fmt: skip
 
 
 @pytest.mark.parametrize("residual", RESIDUALS)
