@@ -220,10 +220,10 @@ def source_backward(
     channel, inside = channels_of_a_token(H, K, HP, KP)
     row, here, head, head_here = places(t, t < tokens, channel, inside, D, H, HP)
     plane = tokens.to(tl.int64) * D
-    rows_ptr = section(ledger_ptr, rows, STORED)
+    rows_ptr = section(ledger_ptr, rows, STORED) + site * plane + row
     stat = ledger_ptr + stats + head * (2 * sites)
     dlr_ptr = ledger_ptr + dlr + head * count
-    # Loads first: none may pass the barriers of a reduction.
+    # Loads first: none may pass the barriers of a reduction. So a later site's gradient is read a round ahead, too.
     dout = tl.load(dout_ptr + row, mask=here, other=0.0).to(tl.float32)
     readout = read_exact(readout_ptr, rest_ptr, row, here, REST)
     lse = tl.load(lse_ptr + head, mask=head_here, other=0.0)
@@ -231,6 +231,12 @@ def source_backward(
         gain = tl.load(gain_ptr + site * D + channel, mask=inside, other=0.0)
     if SOURCE:
         value = tl.load(v_ptr + row, mask=here, other=0.0)
+        q_ptr += site * D + channel
+        q = tl.load(q_ptr, mask=inside, other=0.0)
+        ahead = tl.load(rows_ptr + plane, mask=here & (count > 1), other=0.0)
+        if PART:
+            sent = tl.load(section(ledger_ptr, part, STORED) + slot * plane + row, mask=here, other=0.0)
+            sent_along = tl.load(ledger_ptr + radial + slot * tokens.to(tl.int64) * H + head, mask=head_here, other=0.0)
     if NORM:
         scale = tl.rsqrt(tl.sum(tl.sum(readout * readout, 2), 1) / D + norm_eps)  # [TT]
         scaled = dout * gain
@@ -238,34 +244,32 @@ def source_backward(
         dout = scale[:, None, None] * (scaled - same[:, None, None] * readout)
         tl.store(ledger_ptr + rho + t, scale, mask=t < tokens)
     delta = tl.sum(dout * readout, 2)
-    tl.store(rows_ptr + site * plane + row, dout, mask=here)
+    tl.store(rows_ptr, dout, mask=here)
     tl.store(stat + 2 * site, lse, mask=head_here)
     tl.store(stat + 2 * site + 1, delta, mask=head_here)
     if SOURCE:
         v = value.to(tl.float32)
         r = tl.rsqrt(tl.sum(tl.sum(v * v, 2), 1) / D + eps)
-        query = q_ptr + site * D + channel
-        dv, along = contribution(v, r, query, inside, dout, lse, delta, dlr_ptr, head_here)
+        dv, along = contribution(v, r, q, dout, lse, delta, dlr_ptr, head_here)
         for i in range(1, count):
-            at = site + i
-            dout = tl.load(rows_ptr + at * plane + row, mask=here, other=0.0).to(tl.float32)
-            lse = tl.load(stat + 2 * at, mask=head_here, other=0.0)
-            delta = tl.load(stat + 2 * at + 1, mask=head_here, other=0.0)
-            more, turned = contribution(v, r, query + i * D, inside, dout, lse, delta, dlr_ptr + i, head_here)
+            dout = ahead.to(tl.float32)
+            ahead = tl.load(rows_ptr + (i + 1) * plane, mask=here & (i + 1 < count), other=0.0)
+            q = tl.load(q_ptr + i * D, mask=inside, other=0.0)
+            lse = tl.load(stat + 2 * (site + i), mask=head_here, other=0.0)
+            delta = tl.load(stat + 2 * (site + i) + 1, mask=head_here, other=0.0)
+            more, turned = contribution(v, r, q, dout, lse, delta, dlr_ptr + i, head_here)
             dv += more
             along += turned
         if PART:
-            dv += tl.load(section(ledger_ptr, part, STORED) + slot * plane + row, mask=here, other=0.0).to(tl.float32)
-            sent = ledger_ptr + radial + slot * tokens.to(tl.int64) * H + head
-            along += tl.load(sent, mask=head_here, other=0.0)
+            dv += sent.to(tl.float32)
+            along += sent_along
         shrink = tl.sum(along, 1) * r * r / D  # [TT]: the norm's backward
         tl.store(dv_ptr + row, dv - shrink[:, None, None] * v, mask=here)
 
 
 @triton.jit
-def contribution(v, r, q_ptr, inside, dout, lse, delta, dlr_ptr, head_here):
+def contribution(v, r, q, dout, lse, delta, dlr_ptr, head_here):
     """What one site sends the source v: its gradient [TT, HP, KP] without the norm's share, and dlogit · logit."""
-    q = tl.load(q_ptr, mask=inside, other=0.0)
     logit = tl.sum((v * r[:, None, None]) * q, 2)
     p = tl.exp(logit - lse)
     dlogit = p * (tl.sum(dout * v, 2) - delta)
