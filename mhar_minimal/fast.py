@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mhar_minimal.kernels import fused
-from mhar_minimal.kernels.two_phase import LARGEST, TwoPhase, TwoPhaseBlock
+from mhar_minimal.kernels.two_phase import TwoPhase, TwoPhaseBlock
 
 if TYPE_CHECKING:
     from mhar_minimal.depth import Depth
@@ -64,8 +64,7 @@ def scaled_queries(depth: Depth) -> Tensor:
 
 def two_phase_full(depth: Depth, embedding: Tensor, norms: Sequence[nn.RMSNorm] = ()) -> TwoPhase:
     q = scaled_queries(depth)
-    size = schedule(*q.shape, depth.heads)
-    return TwoPhase(q, embedding, depth.heads, depth.eps, size, applicable(norms, embedding.dtype))
+    return TwoPhase(q, embedding, depth.heads, depth.eps, schedule(len(q)), applicable(norms, embedding.dtype))
 
 
 def two_phase_block(depth: Depth, embedding: Tensor, norms: Sequence[nn.RMSNorm] = ()) -> TwoPhaseBlock:
@@ -83,14 +82,12 @@ def applicable(norms: Sequence[nn.RMSNorm], dtype: torch.dtype) -> Sequence[nn.R
     return norms if all(map(plain, norms)) and len({norm.eps for norm in norms} - {None}) == 1 else ()
 
 
-def schedule(sites: int, dim: int, heads: int) -> int:
+def schedule(sites: int) -> int:
     """Sites that share a phase 1 under Full: about √sites by traffic, in blocks of equal length.
 
-    Up to 8, so that a block's gradients fill a matmul of width 8; up to 16 where heads are narrow, since a program of
-    the block kernels then has little to do (measured on an H200).
+    Up to 8, so that a block's gradients fill a matmul of width 8.
     """
-    most = 8 if dim // heads >= 128 else LARGEST
-    return math.ceil(sites / math.ceil(sites / most))
+    return math.ceil(sites / math.ceil(sites / 8))
 
 
 SCHEMES = {
