@@ -86,16 +86,20 @@ class Operation:
     """A custom op of torch.library under torch.compile; otherwise the same functions, called directly.
 
     The library's checks and its handling of lists take several times longer than our own Python, so eager code goes
-    around them. Forward, set-up and backward are the same Python functions either way.
+    around them, and the op is registered without the ones that `torch.library.custom_op` makes at every call. Forward,
+    set-up and backward are the same Python functions either way.
     """
 
     def __init__(self, name: str, forward: Callable, mutates: Sequence[str]):
         self.forward, self.direct, self.shown = forward, None, None
-        self.op = torch.library.custom_op(f"mhar::{name}", forward, mutates_args=mutates)
+        self.name = f"mhar::{name}"
+        torch.library.define(self.name, torch.library.infer_schema(forward, mutates_args=mutates))
+        torch.library.impl(self.name, "CompositeExplicitAutograd", forward)
+        self.op = getattr(torch.ops.mhar, name).default
 
     def fake(self, function: Callable) -> None:
         """Register what gives outputs of the right shapes without computing."""
-        self.op.register_fake(function)
+        torch.library.register_fake(self.name, function)
 
     def differentiable(self, setup: Callable, backward: Callable, first: int, shown: int | None = None) -> None:
         """Register ``setup(ctx, inputs, output)`` and ``backward(ctx, *gradients)``.
@@ -112,7 +116,7 @@ class Operation:
             ctx.others = [len(x) if isinstance(x, list) else None for x in inputs[first:]]
             setup(ctx, inputs, output)
 
-        self.op.register_autograd(padded, setup_context=noted)
+        torch.library.register_autograd(self.name, padded, setup_context=noted)
 
         class Direct(torch.autograd.Function):
             @staticmethod

@@ -758,22 +758,28 @@ def passed_on(ledger: Tensor) -> Tensor:
     return ledger.new_empty(()).expand(ledger.shape)
 
 
-def opened(ledger: Tensor | None, like: Tensor, site: int, sites: int, room: int, heads: int) -> Tensor:
-    """The gradient of a ledger, allocated by the last site that the loss depends on; later sites weigh nothing."""
-    if ledger is not None:
-        return ledger
-    at = sections_for(like, sites, room, heads)
-    ledger = like.new_empty(at.end, dtype=torch.float32)
+@operation("open_ledger")
+def open_ledger(dout: Tensor, site: int, sites: int, room: int, heads: int) -> Tensor:
+    """The gradient of a ledger, from the last site that the loss depends on; later sites weigh nothing.
+
+    Its gradient ``dout`` [B, T, D] is an argument so that a compiler does not allocate before that is known.
+    """
+    tokens, at = tokens_of(dout), sections_for(dout, sites, room, heads)
+    ledger = dout.new_empty(at.end, dtype=torch.float32)
     ledger[at.dq :] = 0
     if site + 1 < sites:
-        tokens = tokens_of(like)
         stats = ledger[at.stats :][: 2 * tokens * heads * sites].view(tokens, heads, sites, 2)
         stats[:, :, site + 1 :, 0] = torch.inf  # lse
         stats[:, :, site + 1 :, 1] = 0  # δ
-        ledger[: at.part].view(stored(like))[(site + 1) * like.numel() :] = 0
+        ledger[: at.part].view(stored(dout))[(site + 1) * dout.numel() :] = 0
         ledger[at.part : at.stats] = 0
         ledger[at.radial : at.dlr] = 0
     return ledger
+
+
+@open_ledger.fake
+def _(dout, site, sites, room, heads):
+    return dout.new_empty(sections_for(dout, sites, room, heads).end, dtype=torch.float32)
 
 
 # start: queries and norm gains in, ledger out; their gradients come out of the ledger at the very end ----------------
@@ -1032,8 +1038,9 @@ def _read_setup(ctx, inputs, output):
 def _read_backward(ctx, ledger, dout, *_):
     q, gains, readout, rest, lse, newest = ctx.saved_tensors
     site, _, _, room, heads, *_ = ctx.numbers
-    ledger = opened(ledger, readout, site, q.shape[0], room, heads)
     dout = torch.zeros_like(readout) if dout is None else laid_out(dout, readout.dtype)
+    if ledger is None:
+        ledger = open_ledger.inside(ctx)(dout, site, q.shape[0], room, heads)
     dv = read_backward.inside(ctx)(ledger, dout, readout, rest, lse, q, gains, newest, *ctx.numbers)
     return ledger, None if newest is None else dv
 

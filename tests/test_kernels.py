@@ -228,8 +228,9 @@ def test_no_section_of_a_ledger_runs_into_the_next(residual, monkeypatch):
     """One allocation, so the margins around it do not see this: the room between its sections must stay as it was."""
     monkeypatch.setattr(two_phase, "APART", 256)
     two_phase.sections.cache_clear()
-    ledgers, opened = [], two_phase.opened
-    monkeypatch.setattr(two_phase, "opened", lambda *args: ledgers.append((opened(*args), args[1:])) or ledgers[-1][0])
+    ledgers, opens = [], two_phase.open_ledger.forward
+    keep = lambda *args: ledgers.append((opens(*args), args)) or ledgers[-1][0]  # noqa: E731
+    monkeypatch.setattr(two_phase.open_ledger, "forward", keep)
     inputs, block_size = draw(6, 6, 20, 2, shape=(1, 3), normed=True), 2 if residual == "block" else None
     with guarded_allocations(monkeypatch):
         results(all_sites(scheduled(2) if block_size is None else impl("two_phase", "block"), 2, block_size), inputs)
@@ -475,7 +476,8 @@ def test_operators_are_what_they_declare(normed):
     leaves = [None if x is None else x.clone().requires_grad_() for x in (q, gains)]
     opcheck(ops.start, (*leaves, sources[0], room, heads), test_utils=static)
     ledger = ops.start(q, gains, sources[0], room, heads).requires_grad_()
-    real = two_phase.opened(None, sources[0], 3, c, room, heads).zero_()
+    opcheck(ops.open_ledger, (dout, 3, c, room, heads), test_utils=static)
+    real = ops.open_ledger(dout, 3, c, room, heads).zero_()
     halves, scale = two_phase.halves_of(q, torch.float32)
     rs = [torch.ones(1, 1, device=DEVICE)] * 2
     for newest in (sources[2].clone().requires_grad_(), None):
