@@ -228,9 +228,12 @@ def routing_rows(
 
 
 class Step:
-    """An optimizer step in bfloat16, parameters too, with fused AdamW, on random tokens."""
+    """An optimizer step in bfloat16, parameters too, with fused AdamW, on random tokens.
 
-    def __init__(self, config: Config, batch: int, mode: str, recompute: bool):
+    ``run()`` makes one; ``recorded``, it replays a CUDA graph of the whole step, so that no time goes into launching.
+    """
+
+    def __init__(self, config: Config, batch: int, compiled: bool, recompute: bool, recorded: bool):
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         with torch.device("meta"):
@@ -245,27 +248,37 @@ class Step:
         for sublayer in (part for layer in model.layers for part in (layer.attn, layer.mlp) if recompute):
             sublayer.forward = lambda *a, inner=sublayer.forward: checkpoint(inner, *a, use_reentrant=False)
         self.model = model.bfloat16()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True, capturable=recorded)
         generator = torch.Generator("cuda").manual_seed(0)
         size = batch, config.context + 1
         self.tokens = torch.randint(config.vocab, size, device="cuda", generator=generator)
-        options = {"eager": None, "compiled": {}, "compiled_graphs": {"mode": "reduce-overhead"}}[mode]
-        self.loss = self.forward if options is None else torch.compile(self.forward, **options)
+        self.loss = torch.compile(self.forward) if compiled else self.forward
         start = time.perf_counter()
         for _ in range(4):
-            self()
+            self.launch()
         torch.cuda.synchronize()
         self.first_s = time.perf_counter() - start  # compilation above all
         self.peak = torch.cuda.max_memory_allocated() - before
+        self.run = self.record() if recorded else self.launch
 
     def forward(self) -> Tensor:
         logits = self.model(self.tokens[:, :-1])
         return F.cross_entropy(logits.flatten(0, 1), self.tokens[:, 1:].flatten())
 
-    def __call__(self) -> None:
+    def launch(self) -> None:
         self.loss().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def record(self) -> Callable:
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.launch()
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(graph, stream=stream):
+            self.launch()
+        return graph.replay
 
     def window(self, steps: int = 10) -> tuple[float, float]:
         """Milliseconds per step of several in a row, and how long the CPU was busy with each."""
@@ -274,7 +287,7 @@ class Step:
         ended = torch.cuda.Event(enable_timing=True)
         begun.record()
         for _ in range(steps):
-            self()
+            self.run()
         busy = time.perf_counter() - start
         ended.record()
         ended.synchronize()
@@ -282,7 +295,7 @@ class Step:
 
 
 def training_rows(
-    names: Sequence[str], layers: Sequence[int], schemes: Sequence[str], mode: str, recompute: bool
+    names: Sequence[str], layers: Sequence[int], schemes: Sequence[str], compiled: bool, recompute: bool, recorded: bool
 ) -> Iterator[dict]:
     """Tokens/s and peak memory; the schemes take turns, so that a machine that slows down slows all of them."""
     for name in names:
@@ -293,7 +306,7 @@ def training_rows(
                 changes = {} if scheme == "standard" else {"residual": "full", "heads": 8, "impl": scheme}
                 config = preset(name, layers=depth, **changes)
                 torch.cuda.empty_cache()
-                steps[scheme] = Step(config, MICRO_BATCH[name], mode, recompute)
+                steps[scheme] = Step(config, MICRO_BATCH[name], compiled, recompute, recorded)
             times = {scheme: [] for scheme in schemes}
             for _ in range(7):
                 for scheme, step in steps.items():
@@ -304,8 +317,9 @@ def training_rows(
                     "setting": name,
                     "layers": depth,
                     "scheme": scheme,
-                    "mode": mode,
+                    "mode": "compiled" if compiled else "eager",
                     "recompute": recompute,
+                    "recorded": recorded,
                     "step_ms": round(ms, 2),
                     "cpu_ms": round(median(busy for _, busy in times[scheme]), 2),
                     "tokens_per_s": round(MICRO_BATCH[name] * config.context / (1e-3 * ms)),
@@ -338,7 +352,8 @@ def main() -> None:
     option("--impl", nargs="+", default=["two_phase", "fused", "eager"], help="also compile (of eager), fla, liger")
     option("--norms", nargs="+", default=["none"], help="of routing: none, apart, fused (into the read-outs)")
     option("--schemes", nargs="+", default=["standard", "two_phase"], help="of training, baseline first; fused, eager")
-    option("--mode", default="eager", help="of training: eager, compiled, compiled_graphs (with CUDA graphs)")
+    option("--compiled", action="store_true", help="training by torch.compile")
+    option("--recorded", action="store_true", help="training by replays of a CUDA graph of the whole step")
     option("--recompute", action="store_true", help="sublayers' activations are computed again in the backward")
     option("--layers", nargs="+", type=int, default=[], help="depths in place of the preset's own, of training")
     option("--revision", default=git_revision(), help="of the code")
@@ -365,7 +380,7 @@ def main() -> None:
     if args.part == "routing":
         rows = routing_rows(args.settings, args.heads, args.impl, args.norms, bandwidth)
     else:
-        rows = training_rows(args.settings, args.layers, args.schemes, args.mode, args.recompute)
+        rows = training_rows(args.settings, args.layers, args.schemes, args.compiled, args.recompute, args.recorded)
     for row in rows:
         print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
         part[args.part].append(row)
