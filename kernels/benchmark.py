@@ -7,6 +7,7 @@ with float64. Rows of several calls are merged into one JSON file; each call mea
 """
 
 import argparse
+import gc
 import importlib
 import json
 import platform
@@ -305,6 +306,7 @@ def training_rows(
             for scheme in schemes:
                 changes = {} if scheme == "standard" else {"residual": "full", "heads": 8, "impl": scheme}
                 config = preset(name, layers=depth, **changes)
+                gc.collect()  # a step refers to itself, and would be kept with its graphs
                 torch.cuda.empty_cache()
                 steps[scheme] = Step(config, MICRO_BATCH[name], compiled, recompute, recorded)
             times = {scheme: [] for scheme in schemes}
