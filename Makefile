@@ -28,7 +28,7 @@ gpu: .venv/installed  ## what only a CUDA machine can test; not part of test
 
 store: .venv/installed  ## run every notebook from a clean kernel and store its outputs
 	$(BIN)/jupyter nbconvert --to notebook --inplace --execute --ExecutePreprocessor.record_timing=False \
-		--ExecutePreprocessor.timeout=240 notebooks/0*.ipynb
+		--ExecutePreprocessor.timeout=240 notebooks/0*.ipynb notebooks/beyond/0*.ipynb
 
 benchmark: .venv/installed
 	$(BIN)/python -m mhar_minimal.benchmark --out notebooks/results/cpu_benchmark.json

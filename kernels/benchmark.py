@@ -14,6 +14,7 @@ import platform
 import shlex
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -169,6 +170,19 @@ def event_times(function: Callable, repeats: int) -> Iterator[float]:
         yield start.elapsed_time(end)
 
 
+def profiled(function: Callable) -> dict[str, float]:
+    """Milliseconds that the GPU spends in each kernel of a call: the eight largest, and the sum of the others."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        function()
+        torch.cuda.synchronize()
+    spent = Counter()
+    for event in profile.key_averages():
+        spent[event.key[:60]] += event.self_device_time_total / 1e3
+    first = dict(spent.most_common(8))
+    others = spent.total() - sum(first.values())
+    return {name: round(ms, 3) for name, ms in (first | {"others": others}).items()}
+
+
 def copy_bandwidth() -> float:
     """Bytes per second of a device-to-device copy of 2 GiB, read and written bytes counted."""
     source = torch.randn(2**30, device="cuda", dtype=torch.bfloat16)
@@ -223,6 +237,7 @@ def routing_rows(
                     "fewest_bytes_fwd": rows[0] * row_bytes,
                     "fewest_bytes_fwdbwd": sum(rows) * row_bytes,
                     "share_of_copy_bandwidth": round(sum(rows) * row_bytes / (1e-3 * twice) / bandwidth, 3),
+                    "kernels_ms": profiled(run.both),
                 }
                 del run
                 torch.cuda.empty_cache()
@@ -329,6 +344,7 @@ def training_rows(
                     "speed_ratio": round(median(a / b for (a, _), (b, _) in zip(times[schemes[0]], times[scheme])), 3),
                     "memory_ratio": round(step.peak / steps[schemes[0]].peak, 3),
                     "first_4_steps_s": round(step.first_s, 1),
+                    "kernels_ms": profiled(step.launch),
                 }
             del steps, step
 
@@ -384,7 +400,7 @@ def main() -> None:
     else:
         rows = training_rows(args.settings, args.layers, args.schemes, args.compiled, args.recompute, args.recorded)
     for row in rows:
-        print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+        print("  ".join(f"{key} {value}" for key, value in row.items() if key != "kernels_ms"), flush=True)
         part[args.part].append(row)
         out.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")  # what was measured is kept
 
