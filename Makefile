@@ -5,12 +5,12 @@ BIN := .venv/bin
 STRICT := $(shell $(PYTHON) -c 'import sys; print(sys.version_info[:2] == (3, 11))')
 NBVAL := $(if $(filter True,$(STRICT)),--nbval,--nbval-lax)
 
-.PHONY: lab test lint unit notebooks gpu store benchmark clean
+.PHONY: lab test lint unit notebooks browser gpu store site benchmark clean
 
 lab: .venv/installed
 	$(BIN)/jupyter lab notebooks
 
-test: lint unit notebooks
+test: lint unit notebooks browser
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -22,6 +22,10 @@ unit: .venv/installed
 notebooks: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(NBVAL) --nbval-sanitize-with tests/nbval_sanitize.cfg --nbval-cell-timeout 240 notebooks
 
+browser: .venv/installed  ## every notebook in JupyterLab in Chromium
+	@if command -v chromium > /dev/null; then OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/browser; \
+	else echo "make browser: NOT RUN, there is no chromium on the PATH"; fi
+
 gpu: .venv/installed  ## what only a CUDA machine can test; not part of test
 	$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "make gpu needs a CUDA GPU")'
 	$(BIN)/python -m pytest tests/gpu
@@ -29,6 +33,9 @@ gpu: .venv/installed  ## what only a CUDA machine can test; not part of test
 store: .venv/installed  ## run every notebook from a clean kernel and store its outputs
 	$(BIN)/jupyter nbconvert --to notebook --inplace --execute --ExecutePreprocessor.record_timing=False \
 		--ExecutePreprocessor.timeout=240 notebooks/0*.ipynb notebooks/beyond/0*.ipynb
+
+site: .venv/installed  ## the notebooks as web pages, as they are stored
+	$(BIN)/python notebooks/build_site.py site
 
 benchmark: .venv/installed
 	$(BIN)/python -m mhar_minimal.benchmark --out notebooks/results/cpu_benchmark.json

@@ -1,0 +1,62 @@
+"""The course as web pages, without a server or a kernel: ``make site``, then open site/index.html.
+
+nbconvert turns each notebook, as it is stored, into a page; the README becomes the index. Links between notebooks lead
+to pages. A slider needs a kernel; its static twin stands above it. MathJax, which the browser fetches, sets formulas.
+"""
+
+import re
+import shutil
+import sys
+from pathlib import Path
+
+from nbconvert import HTMLExporter
+from nbconvert.filters import markdown2html
+
+ROOT = Path(__file__).parent.parent
+PAGE = """<!DOCTYPE html>
+<html lang="en"><head>
+<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>
+<style>
+:root {{ color-scheme: light dark }}
+body {{ max-width: 56rem; margin: 2rem auto; padding: 0 1rem; font: 1rem/1.5 system-ui, sans-serif }}
+img {{ max-width: 100%; background: white }}
+table {{ border-collapse: collapse }}
+th, td {{ border: 1px solid #999; padding: .3rem .6rem }}
+pre {{ overflow-x: auto; background: #8881; padding: .6rem }}
+</style></head><body>
+{body}
+</body></html>
+"""
+
+
+def to_pages(html: str) -> str:
+    """The same with links to notebooks leading to their pages."""
+    return re.sub(r'href="([^":#]+)\.ipynb(#[^"]*)?"', r'href="\1.html\2"', html)
+
+
+def build(folder: Path) -> list[Path]:
+    """Write the site into a folder, as the repository is laid out, and return its pages; an older site is replaced."""
+    shutil.rmtree(folder, ignore_errors=True)
+    pages = []
+    for notebook in sorted(ROOT.glob("notebooks/**/[0-9]*.ipynb")):
+        page = folder / notebook.relative_to(ROOT).with_suffix(".html")
+        page.parent.mkdir(parents=True, exist_ok=True)
+        body, _ = HTMLExporter().from_filename(str(notebook))
+        page.write_text(to_pages(body), encoding="utf-8")
+        pages.append(page)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for link in re.findall(r"\]\(([^)#:]+)\)", readme):  # what the index shows or names, as it is
+        source, target = ROOT / link, folder / link
+        if source.is_file() and source.suffix != ".ipynb":
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source, target)
+        elif source.is_dir():
+            shutil.copytree(source, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
+    index = folder / "index.html"
+    index.write_text(PAGE.format(title="mhar-minimal", body=to_pages(markdown2html(readme))), encoding="utf-8")
+    return [index, *pages]
+
+
+if __name__ == "__main__":
+    for path in build(Path(sys.argv[1])):
+        print(path)
