@@ -1,5 +1,6 @@
 """What holds the house together: versions named twice agree, the import is light, links lead somewhere."""
 
+import json
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("notebooks/**/[0-9]*.ipynb"))]
 
 
 def requirements(lines):
@@ -47,9 +49,34 @@ def test_the_import_brings_no_plotting_no_widgets_and_no_triton():
     assert not {name.split(".")[0] for name in out} & {"matplotlib", "ipywidgets", "triton", "tqdm", "scipy"}
 
 
-@pytest.mark.parametrize("name", ["README.md"])
-def test_links_within_the_repository_lead_somewhere(name):
-    links = re.findall(r"\]\(([^)#:]+)\)", (ROOT / name).read_text(encoding="utf-8"))
-    assert links
-    for link in links:
-        assert (ROOT / name).parent.joinpath(link).exists(), link
+def anchors(text):
+    """What a Markdown page can be entered at: its headings, as GitHub and JupyterLab spell them."""
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    plain = {re.sub(r"[^\w -]", "", heading.lower()) for heading in headings}
+    return {heading.replace(" ", "-") for heading in [*headings, *plain]}
+
+
+def prose(path):
+    """The text of a Markdown file, or of a notebook's Markdown cells."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".ipynb":
+        return text
+    return "\n\n".join("".join(c["source"]) for c in json.loads(text)["cells"] if c["cell_type"] == "markdown")
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_links_within_the_repository_lead_somewhere(path):
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", prose(path), flags=re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        address, _, anchor = link.partition("#")
+        if re.match(r"[a-z]+:", address):
+            assert address.startswith("https:"), link
+            continue
+        target = path.parent / address if address else path
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(prose(target)), link
+    for section in re.findall(r"[Ss]ection (\d+)\b(?! of arXiv)", text) if path.suffix == ".ipynb" else ():
+        assert re.search(rf"^## {section} · ", text, re.MULTILINE), f"section {section} is not on this page"
+    for notebook in re.findall(r"[Nn]otebooks? (\d\d)\b", text):
+        assert list((ROOT / "notebooks").glob(f"**/{notebook}_*.ipynb")), f"notebook {notebook}"
