@@ -1,0 +1,73 @@
+"""Badges and the first cell for Colab come from one address, and leave nothing behind without it."""
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+spec = importlib.util.spec_from_file_location("set_address", ROOT / "notebooks" / "set_address.py")
+set_address = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(set_address)
+URL = "https://github.com/someone/course"
+
+
+@pytest.fixture
+def copy(tmp_path):
+    shutil.copy(ROOT / "README.md", tmp_path)
+    for path in sorted(ROOT.glob("notebooks/**/[0-9]*.ipynb")):
+        target = tmp_path / path.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, target)
+    return tmp_path
+
+
+def contents(folder):
+    return {path.relative_to(folder): path.read_text(encoding="utf-8") for path in folder.rglob("*.*")}
+
+
+def test_an_address_is_entered_everywhere_and_taken_out_without_a_trace(copy):
+    before = contents(copy)
+    for _ in range(2):  # the second time changes nothing
+        set_address.set_address(copy, URL)
+        after = contents(copy)
+        assert after[Path("README.md")].count("someone/course/") == 2
+        for path in before:
+            if path.suffix == ".ipynb":
+                cells = json.loads(after[path])["cells"]
+                assert sum(URL in "".join(cell["source"]) for cell in cells) == 1
+                counts = [cell["execution_count"] for cell in cells if cell["cell_type"] == "code"]
+                assert counts == list(range(1, len(counts) + 1))
+    set_address.set_address(copy, "")
+    assert contents(copy) == before
+
+
+def test_the_first_cell_does_nothing_elsewhere_and_fetches_the_course_on_colab(monkeypatch):
+    calls = []
+
+    class Shell:
+        def system(self, line):
+            calls.append(line)
+
+        def run_line_magic(self, name, line):
+            calls.append(f"{name} {line}")
+
+    code = set_address.CELL.format(url=URL, folder="notebooks/beyond")
+    exec(code, {"get_ipython": Shell})
+    assert calls == []
+    monkeypatch.setitem(__import__("sys").modules, "google.colab", object())
+    monkeypatch.setattr("sys.path", [])
+    exec(code, {"get_ipython": Shell})
+    assert calls == [
+        f"git clone --quiet --depth 1 {URL} course && pip install --quiet -e course", "cd course/notebooks/beyond",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("url", ["github.com/a/b", "https://example.org/a/b", "https://github.com/a"])
+def test_other_addresses_are_refused_and_change_nothing(url, copy):
+    before = contents(copy)
+    with pytest.raises(ValueError, match="accepted: https://github.com/OWNER/NAME"):
+        set_address.set_address(copy, url)
+    assert contents(copy) == before
