@@ -1,4 +1,4 @@
-"""The command line: ``python -m mhar_minimal compare | ablate | train | generate | corpus``."""
+"""The command line: ``python -m mhar_minimal compare | ablate | train | cpt | generate | corpus``."""
 
 import argparse
 import json
@@ -83,6 +83,14 @@ def run_ablate(args: Namespace) -> None:
     from mhar_minimal.ablate import ablate
 
     ablate(Path(args.plan), Path(args.out), args.device, args.only, session(args))
+
+
+def run_cpt(args: Namespace) -> None:
+    from mhar_minimal.cpt import cpt
+
+    recipe = Recipe(args.steps, args.batch_size, args.lr, eval_every=args.eval_every, eval_windows=args.eval_windows)
+    branch = args.block_size, args.heads
+    cpt(Path(args.checkpoint), Path(args.out), recipe, args.seeds, *branch, args.corpus, args.device, session(args))
 
 
 def arm_config(arm: str, args: Namespace) -> Config:
@@ -179,11 +187,11 @@ def git_revision() -> str | None:
 def parser() -> argparse.ArgumentParser:
     training = argparse.ArgumentParser(add_help=False)
     option = training.add_argument
-    option("--preset", default="tiny", help=f"size of the model: {', '.join(PRESETS)}")
     option("--steps", type=int, default=Recipe.steps, help="training steps")
     option("--batch-size", type=int, default=Recipe.batch_size, help="windows per step")
     option("--lr", type=float, default=Recipe.lr, help="peak learning rate")
     option("--corpus", default="prose", help="prose, code, or a file or folder of your own text")
+    size = {"default": "tiny", "help": f"size of the model: {', '.join(PRESETS)}"}
     device = {"default": "cpu", "help": "cpu or cuda"}
     option("--device", **device)
 
@@ -198,6 +206,7 @@ def parser() -> argparse.ArgumentParser:
         return sub.add_argument
 
     option = command(run_compare, "Train several residual schemes on the same batches and tabulate them.", training)
+    option("--preset", **size)
     option("arms", nargs="*", metavar="ARM", default=ARMS, help=f"residual[:heads], of {', '.join(RESIDUALS)}")
     option("--block-size", type=int, default=4, help="sublayers per block, of the block arms")
     option("--seeds", type=int, default=1, help="number of seeds, 0 and up, for every arm")
@@ -210,6 +219,7 @@ def parser() -> argparse.ArgumentParser:
     option("--device", **device)
 
     option = command(run_train, "Train one model.", training)
+    option("--preset", **size)
     option("--residual", default=Config.residual, help=f"residual scheme: {', '.join(RESIDUALS)}")
     option("--heads", type=int, default=Config.heads, help="depth heads, of full and block")
     option("--block-size", type=int, default=Config.block_size, help="sublayers per block, of block")
@@ -220,6 +230,17 @@ def parser() -> argparse.ArgumentParser:
     option("--checkpoint-every", type=int, default=Recipe.checkpoint_every, help="steps between checkpoints")
     option("--out", default="runs/train", help="folder of the run: checkpoint and history")
     option("--resume", action="store_true", help="continue the run in that folder")
+
+    option = command(run_cpt, "Train a model on, as it is and converted to delta MHAR, on the same batches.", training)
+    option("checkpoint", metavar="CHECKPOINT", help="folder of a run of the standard scheme, or its checkpoint file")
+    option("--block-size", type=int, default=4, help="sublayers per block")
+    option("--heads", type=int, default=4, help="depth heads")
+    option(
+        "--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="SEED", help="of the batches, one pair of runs each"
+    )
+    option("--eval-every", type=int, default=Recipe.eval_every, help="steps between evaluations")
+    option("--eval-windows", type=int, default=Recipe.eval_windows, help="windows of validation text")
+    option("--out", default="runs/cpt", help="folder for the results, new or empty")
 
     option = command(run_generate, "Continue a prompt with a trained model.")
     option("prompt", help="at least one character")
@@ -245,7 +266,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted; what was finished is kept: --resume, or the same command again, goes on", file=sys.stderr)
+        kept = "what was finished is kept: --resume, or the same command again, goes on"
+        print("interrupted;", "nothing is kept" if args.run is run_cpt else kept, file=sys.stderr)
         return 130
     return 0
 

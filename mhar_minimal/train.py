@@ -119,15 +119,18 @@ class Loss(nn.Module):
 
 
 class Run:
-    """Everything a run is at a finished step: what `save` writes, and `restore` brings back bit for bit."""
+    """Everything a run is at a finished step: what `save` writes, and `restore` brings back bit for bit.
 
-    def __init__(self, config: Config, recipe: Recipe, corpus: Corpus, device: str):
+    It starts from ``recipe.seed``, or goes on with a trained ``model`` of that config, which it changes.
+    """
+
+    def __init__(self, config: Config, recipe: Recipe, corpus: Corpus, device: str, model: Model | None = None):
         if config.vocab < 256:
             raise ValueError(f"vocab={config.vocab}; accepted: at least 256, tokens are bytes")
         self.config, self.recipe, self.corpus = config, recipe, corpus
         self.device = usable_device(device)
         self.validation = windows(corpus.val, recipe.eval_windows, config.context)
-        self.model = Model(config, recipe.seed).to(self.device)
+        self.model = (Model(config, recipe.seed) if model is None else model).to(self.device)
         self.optimizer = torch.optim.AdamW(
             parameter_groups(self.model), lr=recipe.lr, betas=BETAS, eps=ADAM_EPS, fused=True
         )

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -57,7 +58,7 @@ def test_the_first_cell_does_nothing_elsewhere_and_fetches_the_course_on_colab(m
     code = set_address.CELL.format(url=URL, folder="notebooks/beyond")
     exec(code, {"get_ipython": Shell})
     assert calls == []
-    monkeypatch.setitem(__import__("sys").modules, "google.colab", object())
+    monkeypatch.setitem(sys.modules, "google.colab", object())
     monkeypatch.setattr("sys.path", [])
     exec(code, {"get_ipython": Shell})
     assert calls == [
@@ -68,6 +69,6 @@ def test_the_first_cell_does_nothing_elsewhere_and_fetches_the_course_on_colab(m
 @pytest.mark.parametrize("url", ["github.com/a/b", "https://example.org/a/b", "https://github.com/a"])
 def test_other_addresses_are_refused_and_change_nothing(url, copy):
     before = contents(copy)
-    with pytest.raises(ValueError, match="accepted: https://github.com/OWNER/NAME"):
+    with pytest.raises(ValueError, match=r"accepted: https://github\.com/OWNER/NAME"):
         set_address.set_address(copy, url)
     assert contents(copy) == before

@@ -16,6 +16,7 @@ import pytest
 import mhar_minimal.__main__ as commands
 from mhar_minimal import Config
 from mhar_minimal.__main__ import ARMS, main, report
+from mhar_minimal.cpt import read_cpt
 from mhar_minimal.data import load_corpus
 from mhar_minimal.train import CHECKPOINT, HISTORY, Recipe, metadata
 
@@ -67,6 +68,33 @@ def test_train_resume_and_generate(text, tmp_path, capsys):
     assert capsys.readouterr().out == first
 
 
+def test_cpt_of_what_train_has_written(text, tmp_path, capsys):
+    assert main(["train", *options(text, tmp_path / "base", *SHORT)]) == 0
+    out, evaluation = tmp_path / "cpt", ["--eval-every", "2", "--eval-windows", "3"]
+    arguments = ["cpt", str(tmp_path / "base"), "--block-size", "3", "--heads", "8", "--seeds", "4", "1"]
+    arguments += options(text, out, "--steps", "3", "--lr", "0.002", *evaluation)
+    assert main(arguments) == 0
+    assert f"wrote {out / 'results'}.csv, gates.csv, items.csv and study.json" in capsys.readouterr().out
+    found = read_cpt(out)
+    assert {arm: list(of) for arm, of in found.rows.items()} == {"plain": [4, 1], "mhar": [4, 1]}
+    assert [len(of) for of in found.items["plain"].values()] == [3, 3]
+    about = found.about
+    assert (about["block_size"], about["heads"], about["seeds"]) == (3, 8, [4, 1])
+    assert Recipe(**about["recipe"]) == Recipe(3, 2, 0.002, eval_every=2, eval_windows=3)
+    assert about["sessions"][0]["command"].startswith("python -m mhar_minimal cpt ")
+    assert main(arguments) == 2
+    assert "is not empty; accepted: a folder that is new or empty" in capsys.readouterr().err
+
+
+def test_cpt_that_is_interrupted_keeps_nothing_and_says_so(monkeypatch, capsys):
+    def press(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mhar_minimal.cpt.cpt", press)
+    assert main(["cpt", "anything"]) == 130
+    assert capsys.readouterr().err == "interrupted; nothing is kept\n"
+
+
 def test_corpus(text, capsys):
     assert main(["corpus", str(text)]) == 0
     corpus = load_corpus(text)
@@ -93,6 +121,9 @@ def test_corpus(text, capsys):
         (["compare", "--block-size", "99"], "block_size=99"),
         (["compare", "--seeds", "0"], "seeds=0; accepted"),
         (["compare", *(f"full:{2**i}" for i in range(7)), "standard"], "8 arms; accepted: up to 7"),
+        (["cpt", "missing"], "checkpoint missing does not exist"),
+        (["cpt", "missing", "--steps", "0"], "steps=0; accepted"),
+        (["cpt", "missing", "--seeds", "1", "1"], r"seeds=\[1, 1\]; accepted: at least one"),
         (["train", "--steps", "many"], "invalid int value: 'many'"),
         ([], "the following arguments are required"),
     ],
@@ -114,8 +145,17 @@ def test_errors_of_the_user_are_one_line(arguments, says, text, tmp_path, monkey
 
 DEFAULTS = {
     "ablate": {"--out": "runs/ablate", "--only": None, "--device": "cpu"},
-    "compare": {"ARM": ARMS, "--block-size": 4, "--seeds": 1, "--out": "runs/compare"},
+    "compare": {"--preset": "tiny", "ARM": ARMS, "--block-size": 4, "--seeds": 1, "--out": "runs/compare"},
+    "cpt": {
+        "--block-size": 4,
+        "--heads": 4,
+        "--seeds": [0, 1, 2],
+        "--eval-every": Recipe.eval_every,
+        "--eval-windows": Recipe.eval_windows,
+        "--out": "runs/cpt",
+    },
     "train": {
+        "--preset": "tiny",
         "--residual": Config.residual,
         "--heads": Config.heads,
         "--block-size": None,
@@ -131,7 +171,6 @@ DEFAULTS = {
     "corpus": {"corpus": "prose"},
 }
 SHARED = {
-    "--preset": "tiny",
     "--steps": Recipe.steps,
     "--batch-size": Recipe.batch_size,
     "--lr": Recipe.lr,
@@ -148,11 +187,11 @@ def test_help_explains_every_option_with_its_default(command, monkeypatch, capsy
     assert exit.value.code == 0
     _, *entries = re.split(r"\n  (?=[-a-zA-Z])", capsys.readouterr().out)  # an entry may take two lines
     shown = {entry.split()[0]: " ".join(entry.split()) for entry in entries}
-    wanted = DEFAULTS[command] | (SHARED if command in ("train", "compare") else {})
+    wanted = DEFAULTS[command] | (SHARED if command in ("train", "compare", "cpt") else {})
     for option, default in wanted.items():
         assert f"(default: {default})" in shown[option]
         assert len(shown[option].split("(default")[0]) > len(option) + 15  # there is a text, too
-    assert shown.keys() - wanted.keys() <= {"-h,", "prompt", "PLAN"}
+    assert shown.keys() - wanted.keys() <= {"-h,", "prompt", "PLAN", "CHECKPOINT"}
 
 
 def fabricated(losses, speed, memory):

@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mhar_minimal import Model
 from mhar_minimal.config import MIXINGS, Config
+from mhar_minimal.convert import convert
 from mhar_minimal.data import encode, load_corpus
 from mhar_minimal.train import CHECKPOINT, Recipe, Run, metadata, train
 
@@ -63,3 +65,17 @@ def test_recorded_steps_are_the_steps(fields, corpus, monkeypatch):
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", lambda loss, *_, **__: loss)
     assert recorded == losses()
     assert len(set(recorded)) == 5
+
+
+def test_recorded_steps_of_a_converted_model(corpus, monkeypatch):
+    """Its hooks are recorded with it."""
+
+    def losses():
+        config = replace(CONFIG, residual="standard", heads=1)
+        run = Run(config, replace(RECIPE, lr=0.1), corpus, "cuda", convert(Model(config), 2, 4))
+        return [run.advance() for _ in range(5)], run.model.mhar.gate.tolist()
+
+    recorded = losses()
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", lambda loss, *_, **__: loss)
+    assert recorded == losses()
+    assert any(recorded[1])
