@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mhar_minimal import Config, Model, preset
-from mhar_minimal.__main__ import git_revision
+from mhar_minimal.__main__ import git_revision, processor
 from mhar_minimal.depth import Depth, read_normed
 from mhar_minimal.fast import FusedFull
 from mhar_minimal.model import rope
@@ -347,14 +347,6 @@ def training_rows(
                     "kernels_ms": profiled(step.launch),
                 }
             del steps, step
-
-
-def processor() -> str:
-    """The CPU's name, which decides how fast kernels are launched."""
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
 
 
 def main() -> None:

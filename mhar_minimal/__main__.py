@@ -169,9 +169,17 @@ def report(results: dict[tuple[str, int], dict], names: list[str], corpus: Corpu
 def session(args: Namespace) -> dict:
     return {
         "command": shlex.join(["python", "-m", "mhar_minimal", *args.argv]),
-        "machine": {"system": platform.system(), "processor": platform.machine(), "cores": os.cpu_count()},
+        "machine": {"system": platform.system(), "processor": processor(), "cores": os.cpu_count()},
         "git": git_revision(),
     }
+
+
+def processor() -> str:
+    """The processor's name where Linux tells it, otherwise its kind."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 def git_revision() -> str | None:

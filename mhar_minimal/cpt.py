@@ -93,8 +93,9 @@ def cpt(
     file = checkpoint / CHECKPOINT if checkpoint.is_dir() else checkpoint
     base, about = load(file, device), metadata(file)
     convert(load(file), block_size, heads)  # what is wrong is said now, not after the first plain run
-    if out.exists() and any(out.iterdir()):
-        raise FileExistsError(f"out={out} is not empty; accepted: a folder that is new or empty")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        found = "not empty" if out.is_dir() else "a file"
+        raise FileExistsError(f"out={out} is {found}; accepted: a folder that is new or empty")
     text = load_corpus(corpus)
     held_out = windows(text.val, recipe.eval_windows, base.config.context)
 

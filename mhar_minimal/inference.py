@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from mhar_minimal import Config, Model, preset
-from mhar_minimal.__main__ import arm_config, git_revision
+from mhar_minimal.__main__ import arm_config, git_revision, processor
 from mhar_minimal.depth import STREAMS
 from mhar_minimal.model import INIT_STD, Cache, rope
 from mhar_minimal.train import usable_device, versions
@@ -53,8 +53,9 @@ def count_bytes(config: Config, batch: int, chunk: int, dtype: torch.dtype) -> d
     with torch.device("meta"):
         parameters = Model(config).parameter_count()
     prompt, size, chunk = config.context - 1, dtype.itemsize, min(chunk, config.context - 1)
-    blocks = -(-config.sublayers // (config.block_size or 1))
-    row = {"standard": 1, "hyper": STREAMS}.get(config.residual, blocks + 1) * batch * config.dim * size
+    blocks = -(-config.sublayers // (config.block_size or 1))  # of one sublayer under Full
+    streams = STREAMS if config.residual == "hyper" else 1
+    row = (blocks + 1 if config.routed else streams) * batch * config.dim * size
     return {
         "weight_bytes": parameters * size,
         "cache_bytes": 2 * config.layers * batch * prompt * config.kv_heads * config.head_dim * size,
@@ -174,7 +175,9 @@ def measure(
                 row[f"{what}_ms"] = round(median(own), 4)
                 ratios, extra = zip(*((a / b, a - b) for a, b in zip(own, base)))
                 row[f"{what}_ratio"] = round(median(ratios), 4)
-                row[f"{what}_ratio_quartiles"] = [round(quartile, 4) for quartile in quantiles(ratios)[::2]]
+                row[f"{what}_ratio_quartiles"] = [
+                    round(quartile, 4) for quartile in quantiles(ratios, method="inclusive")[::2]
+                ]
                 row[f"{what}_us_per_site"] = round(1e3 * median(extra) / config.sites, 3)
         else:
             row["not_timed"] = f"needs {need[arm]:,} bytes of {limit:,}" if need[arm] > limit else "ran out of memory"
@@ -184,6 +187,25 @@ def measure(
 def accept(good: bool, field: str, value: object, accepted: str) -> None:
     if not good:
         raise ValueError(f"{field}={value}; accepted: {accepted}")
+
+
+def read_parts(out: Path, command: str) -> dict:
+    """What a file holds already, an empty one if it is new; made now, so that a place that cannot be written is known.
+
+    Raises:
+        ValueError: it is not one of ours, or holds rows of the same command.
+        OSError: it cannot be written.
+    """
+    if not out.exists():
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text('{"parts": []}', encoding="utf-8")
+    try:
+        stored = json.loads(out.read_text(encoding="utf-8"))
+        commands = [part["command"] for part in stored["parts"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"out={out} is no file of this command ({error}); accepted: one, or a new one") from error
+    accept(command not in commands, "out", str(out), "a file without rows of the same command; it has them already")
+    return stored
 
 
 def main() -> None:
@@ -201,14 +223,14 @@ def main() -> None:
     option("--recorded", action="store_true", help="decode steps as replays of a CUDA graph; no prefill")
     option("--turns", type=int, default=11, help="after one to warm up")
     option("--revision", default=git_revision(), help="of the code")
-    option("--out", default="runs/inference.json", help="JSON file that the rows go into")
+    option("--out", default="runs/inference.json", help="JSON file; what it holds of other commands is kept")
     args = parser.parse_args()
     out = Path(args.out)
-    stored = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"parts": []}
     part = {"command": shlex.join(["python", "-m", "mhar_minimal.inference", *sys.argv[1:]]), "git": args.revision}
     try:
+        stored = read_parts(out, part["command"])
         name = torch.cuda.get_device_name() if usable_device(args.device).type == "cuda" else "cpu"
-        part["machine"] = {"device": name, "system": platform.system(), "processor": platform.machine()}
+        part["machine"] = {"device": name, "system": platform.system(), "processor": processor()}
         part["machine"] |= {"cores": os.cpu_count(), "threads": torch.get_num_threads()}
         part |= {"versions": versions(), "weights": "random, seed 0", "turns": args.turns, "rows": []}
         stored["parts"].append(part)
@@ -217,9 +239,8 @@ def main() -> None:
             for row in measure(setting, context, batch, *common):
                 print("  ".join(f"{key} {value}" for key, value in row.items() if value is not None), flush=True)
                 part["rows"].append(row)
-            out.parent.mkdir(parents=True, exist_ok=True)
             out.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")  # what was measured is kept
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
 
 

@@ -9,6 +9,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import nbformat
 from nbconvert import HTMLExporter
 from nbconvert.filters import markdown2html
 
@@ -34,6 +35,17 @@ def to_pages(html: str) -> str:
     return re.sub(r'href="([^":#]+)\.ipynb(#[^"]*)?"', r'href="\1.html\2"', html)
 
 
+def to_page(notebook: Path) -> str:
+    """A notebook as a page that bears its heading as title and leads back to the index."""
+    content = nbformat.read(notebook, as_version=4)
+    content.metadata.title = content.cells[0].source.partition("\n")[0].lstrip("# ")
+    page, _ = HTMLExporter().from_notebook_node(content)
+    up = "../" * len(notebook.parent.relative_to(ROOT).parts)
+    assert page.count("<main>") == 1
+    link = f'<p style="padding-left: 1rem"><a href="{up}index.html">Index</a></p>'
+    return to_pages(page.replace("<main>", "<main>" + link))
+
+
 def build(folder: Path) -> list[Path]:
     """Write the site into a folder, as the repository is laid out, and return its pages; an older site is replaced."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -41,8 +53,7 @@ def build(folder: Path) -> list[Path]:
     for notebook in sorted(ROOT.glob("notebooks/**/[0-9]*.ipynb")):
         page = folder / notebook.relative_to(ROOT).with_suffix(".html")
         page.parent.mkdir(parents=True, exist_ok=True)
-        body, _ = HTMLExporter().from_filename(str(notebook))
-        page.write_text(to_pages(body), encoding="utf-8")
+        page.write_text(to_page(notebook), encoding="utf-8")
         pages.append(page)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     for link in re.findall(r"\]\(([^)#:]+)\)", readme):  # what the index shows or names, as it is

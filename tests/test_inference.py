@@ -49,7 +49,7 @@ def test_ratios_and_differences_are_of_the_same_turns_and_medians(monkeypatch):
     assert (standard["decode_ms"], full["decode_ms"]) == (3, 6)  # of 2, 3, 4
     assert full["decode_ratio"] == 2  # the median of 5/2, 6/3, 7/4
     assert full["decode_us_per_site"] == 1000  # 3 ms, three sites
-    assert full["decode_ratio_quartiles"] == [1.75, 2.5]  # of three turns the least and the most
+    assert full["decode_ratio_quartiles"] == [1.875, 2.25]  # of 7/4, 2, 5/2: halfway to the least and the most
     assert full["prefill_us_per_site"] == 2000
     assert clock == {"standard": 4, "full": 4}
     clock.update(standard=0, full=1)  # full is a turn ahead: ratios 6/2, 7/3, 8/4 have the median 7/3
@@ -205,3 +205,26 @@ def test_every_default_scheme_exists_for_every_preset():
     for setting in ("tiny", "100M", "350M", "1B"):
         for scheme in SCHEMES:
             assert scheme_config(setting, scheme, "eager", 32768).context == 32769
+
+
+def test_a_file_that_cannot_take_the_rows_is_refused_before_anything_is_measured(monkeypatch, tmp_path):
+    monkeypatch.setattr(inference, "measure", lambda *_: pytest.fail("measured"))
+    (tmp_path / "text.md").write_text("not ours")
+    (tmp_path / "other.json").write_text("[1]")
+    (tmp_path / "folder").mkdir()
+    command = ["inference", "--out"]
+    for name, message in (
+        ("text.md", "is no file of this command .* accepted: one, or a new one"),
+        ("other.json", "is no file of this command"),
+        ("folder", "Is a directory"),
+        ("text.md/x.json", "Not a directory|File exists"),
+    ):
+        monkeypatch.setattr("sys.argv", [*command, str(tmp_path / name)])
+        with pytest.raises(SystemExit, match=message):
+            inference.main()
+    assert (tmp_path / "text.md").read_text() == "not ours"
+    done = {"parts": [{"command": f"python -m mhar_minimal.inference --out {tmp_path / 'done.json'}"}]}
+    (tmp_path / "done.json").write_text(json.dumps(done))
+    monkeypatch.setattr("sys.argv", [*command, str(tmp_path / "done.json")])
+    with pytest.raises(SystemExit, match="accepted: a file without rows of the same command"):
+        inference.main()
