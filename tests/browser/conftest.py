@@ -47,6 +47,7 @@ def lab(course):
     command = [
         sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1", f"--port={port}",
         "--ServerApp.port_retries=0", f"--IdentityProvider.token={token}",
+        "--MappingKernelManager.cull_idle_timeout=30", "--MappingKernelManager.cull_interval=10",  # of closed pages
     ]  # fmt: skip
     environment = os.environ | {name: str(folder) for name, folder in folders.items()}
     with open(home / "server.log", "w") as log:

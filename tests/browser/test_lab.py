@@ -18,7 +18,7 @@ FINGERPRINT = """async image => {
 
 def run_all(page, lab, name):
     page.goto(lab.format(quote(name)))
-    page.locator(".jp-Notebook .jp-CodeCell").first.wait_for(timeout=60_000)
+    page.locator('.jp-Notebook-ExecutionIndicator[data-status="idle"]').first.wait_for(timeout=120_000)
     page.locator('[data-command="notebook:restart-run-all"]').first.click()
     page.locator(".jp-Dialog .jp-mod-accept").click()
     page.wait_for_function(RUNNING, timeout=60_000)
