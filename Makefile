@@ -23,7 +23,7 @@ notebooks: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(NBVAL) --nbval-sanitize-with tests/nbval_sanitize.cfg --nbval-cell-timeout 240 notebooks
 
 browser: .venv/installed  ## every notebook in JupyterLab in Chromium
-	@if command -v chromium > /dev/null; then OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/browser; \
+	@if command -v chromium > /dev/null; then OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/browser; \
 	else echo "make browser: NOT RUN, there is no chromium on the PATH"; fi
 
 gpu: .venv/installed  ## what only a CUDA machine can test; not part of test
