@@ -10,7 +10,7 @@ NBVAL := $(if $(filter True,$(STRICT)),--nbval,--nbval-lax)
 lab: .venv/installed
 	$(BIN)/jupyter lab notebooks
 
-test: lint unit notebooks browser
+test: lint unit notebooks
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -22,7 +22,7 @@ unit: .venv/installed
 notebooks: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(NBVAL) --nbval-sanitize-with tests/nbval_sanitize.cfg --nbval-cell-timeout 240 notebooks
 
-browser: .venv/installed  ## every notebook in JupyterLab in Chromium
+browser: .venv/installed  ## every notebook in JupyterLab in Chromium; not part of test: now and then one does not get to its end
 	@if command -v chromium > /dev/null; then OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/browser; \
 	else echo "make browser: NOT RUN, there is no chromium on the PATH"; fi
 
