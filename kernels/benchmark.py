@@ -30,6 +30,7 @@ from mhar_minimal import Config, Model, preset
 from mhar_minimal.__main__ import git_revision, processor
 from mhar_minimal.depth import Depth, read_normed
 from mhar_minimal.fast import FusedFull
+from mhar_minimal.inference import record
 from mhar_minimal.model import rope
 
 MICRO_BATCH = {"100M": 8, "350M": 4, "1B": 2}  # windows of the preset's context, as in arXiv:2607.27230
@@ -275,7 +276,7 @@ class Step:
         torch.cuda.synchronize()
         self.first_s = time.perf_counter() - start  # compilation above all
         self.peak = torch.cuda.max_memory_allocated() - before
-        self.run = self.record() if recorded else self.launch
+        self.run = record(self.launch) if recorded else self.launch
 
     def forward(self) -> Tensor:
         logits = self.model(self.tokens[:, :-1])
@@ -285,16 +286,6 @@ class Step:
         self.loss().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-
-    def record(self) -> Callable:
-        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self.launch()
-        torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(graph, stream=stream):
-            self.launch()
-        return graph.replay
 
     def window(self, steps: int = 10) -> tuple[float, float]:
         """Milliseconds per step of several in a row, and how long the CPU was busy with each."""

@@ -122,7 +122,7 @@ def one_turn(model: Model, tokens: Tensor, chunk: int, recorded: bool) -> tuple[
 
 
 def record(job: Callable) -> Callable:
-    """A replay of the job: good to time, not to serve, since the cache would have another length."""
+    """A replay of the job as one CUDA graph; of a decode step good to time, not to serve: the cache grows."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -190,15 +190,15 @@ def accept(good: bool, field: str, value: object, accepted: str) -> None:
 
 
 def read_parts(out: Path, command: str) -> dict:
-    """What a file holds already, an empty one if it is new; made now, so that a place that cannot be written is known.
+    """What a file holds already; nothing, if it is new.
 
     Raises:
         ValueError: it is not one of ours, or holds rows of the same command.
-        OSError: it cannot be written.
+        OSError: it cannot be read, or its folder cannot be made.
     """
     if not out.exists():
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text('{"parts": []}', encoding="utf-8")
+        return {"parts": []}
     try:
         stored = json.loads(out.read_text(encoding="utf-8"))
         commands = [part["command"] for part in stored["parts"]]

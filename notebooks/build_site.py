@@ -47,7 +47,13 @@ def to_page(notebook: Path) -> str:
 
 
 def build(folder: Path) -> list[Path]:
-    """Write the site into a folder, as the repository is laid out, and return its pages; an older site is replaced."""
+    """Write the site into a folder, as the repository is laid out, and return its pages; an older site is replaced.
+
+    Raises:
+        FileExistsError: the folder holds something else.
+    """
+    if folder.exists() and not (folder / "notebooks" / "01_standard_residuals.html").exists():
+        raise FileExistsError(f"{folder} is not a site; accepted: a new folder, or an older site, which is replaced")
     shutil.rmtree(folder, ignore_errors=True)
     pages = []
     for notebook in sorted(ROOT.glob("notebooks/**/[0-9]*.ipynb")):

@@ -1,4 +1,4 @@
-"""Badges and the first cell for Colab come from one address, and leave nothing behind without it."""
+"""What is published. Badges and the first cell for Colab come from one address, and leave nothing behind without it."""
 
 import importlib.util
 import json
@@ -72,3 +72,13 @@ def test_other_addresses_are_refused_and_change_nothing(url, copy):
     with pytest.raises(ValueError, match=r"accepted: https://github\.com/OWNER/NAME"):
         set_address.set_address(copy, url)
     assert contents(copy) == before
+
+
+def test_a_site_replaces_nothing_but_a_site(tmp_path):
+    build = importlib.util.spec_from_file_location("build_site", ROOT / "notebooks" / "build_site.py")
+    module = importlib.util.module_from_spec(build)
+    build.loader.exec_module(module)
+    (tmp_path / "thesis.md").write_text("years of work")
+    with pytest.raises(FileExistsError, match="is not a site; accepted: a new folder, or an older site"):
+        module.build(tmp_path)
+    assert (tmp_path / "thesis.md").read_text() == "years of work"

@@ -199,6 +199,10 @@ def test_the_command_merges_its_rows_and_says_how_they_were_made(monkeypatch, tm
     with pytest.raises(SystemExit, match="error: context=0; accepted"):
         inference.main()
     assert len(json.loads(out.read_text())["parts"]) == 2  # a refusal adds nothing
+    monkeypatch.setattr(sys, "argv", ["inference", "--context", "0", "--out", str(tmp_path / "new.json")])
+    with pytest.raises(SystemExit, match="error: context=0; accepted"):
+        inference.main()
+    assert not (tmp_path / "new.json").exists()
 
 
 def test_every_default_scheme_exists_for_every_preset():
