@@ -11,7 +11,7 @@ The plan says why and what: see `Plan`. A study's folder holds
 - ``runs/``: the runs. A finished one keeps its history and metadata, without its weights unless the plan wants them.
 
 A study that was stopped, even killed, goes on with the same command: finished runs are kept, the others resume from
-their checkpoints bit for bit.
+their checkpoints. On one machine a cell and a seed make the same numbers, bit for bit, seconds apart.
 """
 
 import csv
@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 import tomllib
+import warnings
 from collections import defaultdict, namedtuple
 from collections.abc import Collection, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -63,6 +64,7 @@ MODEL = ("residual", "heads", "block_size", "query_init", "impl", "mixing", "kv_
 CELL = (*MODEL, "corpus", "lr", "steps")  # what may differ between the cells of a grid
 Cell = namedtuple("Cell", CELL)
 CONFIG_FIELDS, RECIPE_FIELDS = ([field.name for field in fields(kind)] for kind in (Config, Recipe))
+PRECISIONS = ("highest", "high", "medium", "bfloat16")  # PyTorch's words (high is TF32 on a GPU); the last: autocast
 WARM_UP, TIMED = 5, 20  # steps
 KINDS = {str: "a text", int: "an integer of at least 1", dict: "a table", bool: "true or false"}
 
@@ -101,7 +103,7 @@ class Plan:
     recipe: dict  # fields of Recipe, but for the seed
     grids: dict
     at_once: int = 1  # runs at a time, each in a process of its own; with several GPUs, on every one
-    precision: str = "highest"  # of float32 matrix products: highest, high (TF32 on a GPU) or medium, PyTorch's words
+    precision: str = "highest"  # of float32 matrix products, see PRECISIONS
     keep_weights: bool = False  # of the first seed of every cell
 
     def __post_init__(self) -> None:
@@ -111,8 +113,8 @@ class Plan:
                 raise ValueError(f"{field.name}={value!r}; accepted: {KINDS[field.type]}")
         if self.at_once < 1:
             raise ValueError(f"at_once={self.at_once}; accepted: {KINDS[int]}")
-        if self.precision not in ("highest", "high", "medium"):
-            raise ValueError(f"precision={self.precision!r}; accepted: highest, high, medium")
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"precision={self.precision!r}; accepted: {', '.join(PRECISIONS)}")
         check_keys("model", self.model, ["preset", *CONFIG_FIELDS])
         check_keys("recipe", self.recipe, [name for name in RECIPE_FIELDS if name != "seed"])
         for name, grid in self.grids.items():
@@ -396,11 +398,19 @@ cached_corpus = cache(load_corpus)
 
 def prepare_worker(threads: int, precision: str, gpus: int, order: Synchronized) -> None:
     if gpus:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what determinism asks for, before the GPU is used
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
         take_gpu(gpus, order)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which then ends its workers
     threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
-    torch.set_float32_matmul_precision(precision)
+    if precision == "bfloat16":
+        torch.set_autocast_enabled("cuda" if gpus else "cpu", True)
+        torch.set_autocast_cache_enabled(False)  # a step is recorded with its casts
+        warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")  # of RMSNorm: slower, not wrong
+    else:
+        torch.set_float32_matmul_precision(precision)
 
 
 def take_gpu(gpus: int, order: Synchronized) -> None:

@@ -146,7 +146,7 @@ def test_a_plan_by_hand(tmp_path):
         ({"at_once": 0}, "at_once=0; accepted: an integer of at least 1"),
         ({"at_once": True}, "at_once=True; accepted: an integer"),
         ({"keep_weights": 1}, "keep_weights=1; accepted: true or false"),
-        ({"precision": "low"}, "precision='low'; accepted: highest, high, medium"),
+        ({"precision": "low"}, "precision='low'; accepted: highest, high, medium, bfloat16"),
         ({"corpus": "missing.txt"}, "missing.txt is no file"),
     ],
 )
@@ -499,10 +499,17 @@ def test_workers_share_the_threads_and_have_the_precision(tmp_path, monkeypatch)
     with worker_processes(plan, "cpu") as pool:
         assert pool.submit(torch.get_float32_matmul_precision).result() == "high"
         assert pool.submit(worker_threads).result() == 2
+        assert pool.submit(worker_product).result() == torch.float32
+    with worker_processes(read_plan(written(tmp_path, precision="bfloat16")), "cpu") as pool:
+        assert pool.submit(worker_product).result() == torch.bfloat16
 
 
 def worker_threads():
     return torch.get_num_threads()
+
+
+def worker_product():
+    return (torch.eye(2) @ torch.eye(2)).dtype
 
 
 # The stored plans

@@ -1,11 +1,13 @@
 """A run on a GPU trains, records the GPU's memory, and goes on after a crash."""
 
+import csv
 from dataclasses import replace
 
 import pytest
 import torch
 
 from mhar_minimal import Model
+from mhar_minimal.ablate import ablate
 from mhar_minimal.config import MIXINGS, Config
 from mhar_minimal.convert import convert
 from mhar_minimal.data import encode, load_corpus
@@ -79,3 +81,50 @@ def test_recorded_steps_of_a_converted_model(corpus, monkeypatch):
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", lambda loss, *_, **__: loss)
     assert recorded == losses()
     assert any(recorded[1])
+
+
+PLAN = """
+hypotheses = "none"
+metric = "none"
+difference = "none"
+corpus = {corpus!r}
+at_once = 2
+precision = {precision!r}
+
+[model]  # of the recorded study
+dim = 384
+layers = 8
+attn_heads = 6
+kv_heads = 6
+ffn = 1024
+context = 256
+
+[recipe]
+steps = 12
+batch_size = 32
+eval_every = 6
+eval_windows = 8
+
+[grids.main]
+seeds = [0]
+cells = [
+    {{residual = ["standard", "hyper"]}},
+    {{residual = "full", impl = "two_phase", heads = [1, 8]}},
+    {{residual = "block", impl = "two_phase", block_size = 4, heads = 2}},
+    {{residual = "full", mixing = ["softmax", "input_dependent", "window"]}},
+]
+"""
+
+
+@pytest.mark.parametrize("precision", ["high", "bfloat16"])
+def test_a_cell_and_a_seed_make_the_same_numbers(precision, corpus, tmp_path):
+    (tmp_path / "plan.toml").write_text(PLAN.format(corpus=str(tmp_path / "text.txt"), precision=precision))
+
+    def numbers(folder):
+        ablate(tmp_path / "plan.toml", tmp_path / folder, "cuda", None, {"machine": {}})
+        with open(tmp_path / folder / "results.csv", newline="") as file:
+            return [line | {"seconds": None} for line in csv.DictReader(file)]
+
+    first = numbers("first")
+    assert first == numbers("second")
+    assert len({line["val_loss"] for line in first}) > 8  # every cell has learnt its own
