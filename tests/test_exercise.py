@@ -42,10 +42,32 @@ def test_anything_else_gets_the_hint(capsys, wrong, start):
     assert out.endswith("Hint: multiply it by itself.\n")
 
 
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (lambda x: x + 2, "gives -1.0, not 9.0, in case 2 of 2"),
+        (lambda x: 4.0 if x == 2 else None, "returns nothing, in case 2 of 2"),
+        (lambda x: 1 / 0, "raised ZeroDivisionError: division by zero, in case 1 of 2"),
+        (lambda x: next(iter(())), "raised StopIteration, in case 1 of 2"),
+        (lambda x: [[x] * 99], "does not give what it should, in case 1 of 2"),
+    ],
+)
+def test_what_is_wrong_is_said_and_where(capsys, wrong, told):
+    assert verdict(capsys, wrong) == f"Not yet: <lambda> {told}. Hint: multiply it by itself.\n"
+
+
+def test_an_answer_may_not_change_its_arguments_nor_the_next_case(capsys):
+    numbers = torch.tensor([1.0, 2.0])
+    cases = [((numbers, 3), torch.tensor([3.0, 6.0])), ((numbers, 2), torch.tensor([2.0, 4.0]))]
+    assert "changes its arguments (work on a copy), in case 1 of 2" in verdict(capsys, torch.Tensor.mul_, cases)
+    assert numbers.tolist() == [1, 2]
+    assert verdict(capsys, torch.mul, cases) == "Correct.\n"
+
+
 def test_tensors_are_compared_with_their_shape(capsys):
     cases = [((3,), torch.ones(3))]
     assert verdict(capsys, lambda n: torch.ones(n, requires_grad=True), cases) == "Correct.\n"
-    assert verdict(capsys, lambda n: torch.ones(1, n), cases).startswith("Not yet")
+    assert "gives shape (1, 3), not (3,), in case 1 of 1" in verdict(capsys, lambda n: torch.ones(1, n), cases)
 
 
 def test_words_and_lists_are_compared_exactly(capsys):

@@ -1,5 +1,6 @@
 """The shape of every notebook, and its exercises: the folded solutions are run here. nbval compares the outputs."""
 
+import dis
 import io
 import json
 import re
@@ -9,6 +10,7 @@ import sys
 from contextlib import redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
+from types import CodeType
 
 import pytest
 
@@ -26,6 +28,10 @@ def source(cell):
     return "".join(cell["source"])
 
 
+def code(cell):
+    return "\n".join(line for line in source(cell).splitlines() if not line.startswith("%"))
+
+
 def tagged(path, tag):
     return [c for c in cells(path) if tag in c["metadata"].get("tags", [])]
 
@@ -39,11 +45,11 @@ def test_the_course_is_here():
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_stored_outputs_can_be_compared(path):
     """A null execution_count would switch nbval's comparison off; errors and disorder are never stored."""
-    code = cells(path, "code")
-    assert [c["execution_count"] for c in code] == list(range(1, len(code) + 1))
-    assert not [o for c in code for o in c["outputs"] if o["output_type"] == "error" or o.get("name") == "stderr"]
-    ignored = [c for c in code if "NBVAL_IGNORE_OUTPUT" in source(c)]
-    assert len(ignored) <= 0.15 * len(code)
+    ran = cells(path, "code")
+    assert [c["execution_count"] for c in ran] == list(range(1, len(ran) + 1))
+    assert not [o for c in ran for o in c["outputs"] if o["output_type"] == "error" or o.get("name") == "stderr"]
+    ignored = [c for c in ran if "NBVAL_IGNORE_OUTPUT" in source(c)]
+    assert len(ignored) <= 0.15 * len(ran)
     assert all("assert" in source(c) for c in ignored), "an ignored output states its bound in an assert"
 
 
@@ -60,11 +66,32 @@ def test_it_opens_with_the_aim_and_the_cost_and_every_widget_has_a_static_twin(p
     first = source(cells(path)[0])
     assert "You will be able to" in first
     assert re.search(r"\d+ s\b", first), "what it costs, in seconds"
-    sliders = [i for i, c in enumerate(cells(path)) if c["cell_type"] == "code" and "slider(" in source(c)]
+    sliders = [i for i, c in enumerate(cells(path)) if c["cell_type"] == "code" and re.search("sliders?[(]", source(c))]
     assert len(sliders) <= 2
     for i in sliders:
         before = [c for c in cells(path)[:i] if c["cell_type"] == "code"][-1]
         assert any("image/png" in o.get("data", {}) for o in before["outputs"]), "a figure right above the slider"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_any_cell_can_be_run_again(path):
+    """A name that a cell takes from another is bound in one cell only, so that going back never finds another's."""
+    bound, taken = zip(*map(names, cells(path, "code")))
+    ambiguous = {name for name in set().union(*taken) if sum(name in b for b in bound) > 1}
+    assert ambiguous == ({"N", "acc", "l", "m"} if path.stem.startswith("05") else set())
+
+
+def names(cell):
+    """The names that a code cell binds, and those that it takes from other cells, its functions included."""
+    blocks, bound, taken = [compile(code(cell), "cell", "exec")], set(), set()
+    for block in blocks:
+        blocks += [constant for constant in block.co_consts if isinstance(constant, CodeType)]
+        for step in dis.get_instructions(block):
+            if step.opname == "STORE_NAME" and block is blocks[0]:
+                bound.add(step.argval)
+            elif step.opname in ("LOAD_NAME", "LOAD_GLOBAL") and step.argval not in bound:
+                taken.add(step.argval)
+    return bound, taken
 
 
 @pytest.mark.parametrize("path", RUNNABLE, ids=lambda p: p.stem)
@@ -76,25 +103,23 @@ def test_exercises(path):
     (imports,) = tagged(path, "imports")
     for exercise, check, solution in zip(exercises, checks, solutions, strict=True):
         assert "Not started" in run(imports, exercise, check)
-        (code,) = re.findall(r"```python\n(.*?)```", source(solution), re.DOTALL)
-        assert run(imports, exercise, {"source": [code]}, check).strip().endswith("Correct.")
+        (answer,) = re.findall(r"```python\n(.*?)```", source(solution), re.DOTALL)
+        assert run(imports, exercise, {"source": [answer]}, check).strip().endswith("Correct.")
 
 
-def run(*parts):
-    namespace, out = {}, io.StringIO()
+def run(*parts, namespace=None):
+    namespace, out = {} if namespace is None else namespace, io.StringIO()
     with redirect_stdout(out):
         for part in parts:
-            plain = "\n".join(line for line in source(part).splitlines() if not line.startswith("%"))
-            exec(plain, namespace)
+            exec(code(part), namespace)
     return out.getvalue()
 
 
 def without_triton(*paths):
     """What happens at the import cells of notebooks where Triton cannot be imported, as on macOS and Windows."""
-    code = ["import sys", "sys.modules['triton'] = None"]
-    code += [source(cell) for path in paths for cell in tagged(path, "imports")]
-    plain = "\n".join(line for part in code for line in part.splitlines() if not line.startswith("%"))
-    return subprocess.run([sys.executable, "-c", plain], capture_output=True, text=True, cwd=FOLDER)
+    lines = ["import sys", "sys.modules['triton'] = None"]
+    lines += [code(cell) for path in paths for cell in tagged(path, "imports")]
+    return subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, cwd=FOLDER)
 
 
 def test_without_triton_only_the_kernels_are_missing():
