@@ -399,7 +399,7 @@ cached_corpus = cache(load_corpus)
 def prepare_worker(threads: int, precision: str, gpus: int, order: Synchronized) -> None:
     if gpus:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what determinism asks for, before the GPU is used
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.use_deterministic_algorithms(True)  # warning only, attention would stay as it is
         torch.utils.deterministic.fill_uninitialized_memory = False
         take_gpu(gpus, order)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which then ends its workers

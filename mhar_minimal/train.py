@@ -338,6 +338,8 @@ def damaged(file: Path) -> Iterator[None]:
     """Turn what a checkpoint lacks, or has of the wrong kind, into a ValueError that names the file."""
     try:
         yield
+    except torch.OutOfMemoryError:  # a RuntimeError, but the file is whole
+        raise
     except (KeyError, TypeError, RuntimeError) as error:
         raise ValueError(
             f"checkpoint {file} is damaged, or not one of ours ({type(error).__name__}: {error})"

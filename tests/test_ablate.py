@@ -11,9 +11,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
@@ -526,10 +528,15 @@ def test_the_plan_of_the_recorded_study_is_what_was_asked_for():
     with torch.device("meta"):
         model = Model(main_row[0].config)
     assert model.parameter_count() - model.embedding.weight.numel() >= 10_000_000
-    pilot = plan.trials("pilot")
-    rates = {scheme: {t.recipe.lr for t in pilot if (t.config.residual, t.config.heads) == scheme} for scheme in wanted}
+    rates = pilot_tail_means()
+    assert set(rates) == wanted
     assert {len(of_arm) for of_arm in rates.values()} == {3}
+    for t in main_row:
+        of_arm = rates[t.config.residual, t.config.heads]
+        assert t.recipe.lr == min(of_arm, key=of_arm.get)
+    pilot = read_plan(RESULTS / "pilot" / "plan.toml").trials("pilot")
     assert not {t.recipe.seed for t in pilot} & {t.recipe.seed for t in main_row}
+    assert {trunk(t.config) for t in pilot} == {trunk(t.config) for t in main_row}
     init = {(t.config.heads, t.config.query_init, t.corpus) for t in plan.trials("init")}
     assert init == {(h, i, c) for h in (1, 8) for i in ("zero", "random") for c in ("prose", "code")}
     kv = {(t.config.heads, t.config.kv_heads) for t in plan.trials("kv")}
@@ -539,6 +546,20 @@ def test_the_plan_of_the_recorded_study_is_what_was_asked_for():
     for trial in main_row:  # evaluated on the last step, and often enough for a tail
         assert trial.recipe.steps % trial.recipe.eval_every == 0
         assert trial.recipe.steps >= 20 * trial.recipe.eval_every
+
+
+def trunk(config):
+    return replace(config, residual="standard", heads=1, block_size=None, impl="eager")
+
+
+def pilot_tail_means():
+    """By arm and rate, the mean of the pilot's last five validation losses."""
+    losses = defaultdict(lambda: defaultdict(list))
+    with open(RESULTS / "pilot" / "results.csv", newline="") as file:
+        for line in csv.DictReader(file):
+            losses[line["residual"], int(line["heads"])][float(line["lr"])].append(float(line["val_loss"]))
+    assert {len(values) for of_arm in losses.values() for values in of_arm.values()} == {16}
+    return {arm: {lr: fmean(values[-5:]) for lr, values in of_arm.items()} for arm, of_arm in losses.items()}
 
 
 def test_the_plan_for_a_cpu_is_small():

@@ -544,6 +544,16 @@ def test_a_model_cannot_be_loaded_from_a_checkpoint_of_other_fields(tmp_path):
         load(tmp_path)
 
 
+def test_a_full_gpu_is_no_damage(tmp_path, monkeypatch):
+    def full(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    quiet(TINY, RECIPE, tmp_path)
+    monkeypatch.setattr(Model, "load_state_dict", full)
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+        quiet(TINY, RECIPE, tmp_path, resume=True)
+
+
 def test_a_disk_that_is_full_is_an_error_of_the_system(tmp_path, monkeypatch):
     def no_room(*args):
         raise SafetensorError("I/O error: No space left on device")
