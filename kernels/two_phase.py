@@ -131,10 +131,10 @@ def read_forward(
     gain_ptr,  # of the norms behind the sites, float32 [sites, D]; None without NORM
     early_ptr,  # phase 1 of the block, an online softmax to go on with: acc, float32 [block, tokens, D], and
     early_ml_ptr,  # m and l, float32 [block, tokens, H, 2]
-    readout_ptr,  # out, storage dtype [tokens, D]
+    readout_ptr,  # out, storage dtype [tokens, D]; None with NORM but without KEEP
     rest_ptr,  # out, its rest, int8 [tokens, D]; None without REST
     normed_ptr,  # out, the read-out behind the norm, storage dtype [tokens, D]; None without NORM
-    lse_ptr,  # out, float32 [tokens, H]
+    lse_ptr,  # out, float32 [tokens, H]; None without KEEP
     r_ptr,  # out, r of the newest source, float32 [tokens]
     tokens,
     site,
@@ -142,6 +142,7 @@ def read_forward(
     eps,
     norm_eps,
     COUNT: tl.constexpr,
+    KEEP: tl.constexpr,  # whether there will be a backward
     REST: tl.constexpr,
     NORM: tl.constexpr,
     D: tl.constexpr,
@@ -170,8 +171,10 @@ def read_forward(
         if i == COUNT - 1:
             tl.store(r_ptr + t, r, mask=t < tokens)
     acc = acc * (1 / l)[:, :, None]
-    tl.store(readout_ptr + row, acc, mask=here)
-    tl.store(lse_ptr + head, m + tl.log(l), mask=head_here)
+    if KEEP or not NORM:
+        tl.store(readout_ptr + row, acc, mask=here)
+    if KEEP:
+        tl.store(lse_ptr + head, m + tl.log(l), mask=head_here)
     if REST:
         write_rest(rest_ptr + row, here, acc, readout_ptr.dtype.element_ty)
     if NORM:
@@ -944,7 +947,7 @@ begin.differentiable(_begin_setup, _begin_backward, first=2)
 def read(
     ledger: Tensor, newest: Tensor | None, like: Tensor, q: Tensor, gains: Tensor | None, early: Tensor,
     early_ml: Tensor, local: list[Tensor], site: int, nth: int, end: int, slot: int, room: int, heads: int, eps: float,
-    norm_eps: float,
+    norm_eps: float, keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The read-out of one site, phase 1 merged with the sources of its own block.
 
@@ -960,35 +963,41 @@ def read(
         end: the first site that does not read ``newest`` within the block.
         slot: of ``newest`` among the sources that the next block publishes; -1 if it is none of them.
         room, heads, eps, norm_eps: as in `begin`; of the RMSNorms.
+        keep: whether there will be a backward.
 
     Returns:
         The ledger; the read-out in the storage dtype, [B, T, D], with ``gains`` behind the norm; r of ``newest``; and
-        for the backward the read-out itself (with ``gains``, else empty), its rest and lse [B, T, H].
+        for the backward (empty without ``keep``) the read-out itself (with ``gains``, else empty), its rest and lse
+        [B, T, H].
     """
     sources, tokens = local if newest is None else [*local, newest], tokens_of(like)
-    norm, tt = gains is not None, together(tokens)
-    readout = torch.empty_like(like, dtype=stored(like))
-    normed = torch.empty_like(readout) if norm else None
-    rest = room_for_rest(readout, like.dtype)
-    lse = like.new_empty(*like.shape[:-1], heads, dtype=torch.float32)
+    norm, tt, none = gains is not None, together(tokens), like.new_empty(0)
+    readout, normed = (torch.empty_like(like, dtype=stored(like)) if x else None for x in (keep or not norm, norm))
+    rest = room_for_rest(readout, like.dtype) if keep else None
+    lse = like.new_empty(*like.shape[:-1], heads, dtype=torch.float32) if keep else None
     r = like.new_empty(like.shape[:-1], dtype=torch.float32)
     if tokens:
-        constants = site_constants(like.shape[-1], heads, tt, COUNT=len(sources), REST=rest is not None, NORM=norm)
+        flags = dict(COUNT=len(sources), KEEP=keep, REST=rest is not None, NORM=norm)
+        constants = site_constants(like.shape[-1], heads, tt, **flags)
         read_forward(
             (ceil(tokens, tt), 1, 1), constants, tuple(sources) or (like,),
             q, gains, early, early_ml, readout, rest, normed, lse, r, tokens, site, nth, eps, norm_eps,
         )  # fmt: skip
+    if not keep:
+        return passed_on(ledger), (normed if norm else readout).to(like.dtype), r, none, none.clone(), none.clone()
     readout, rest = rounded(readout, rest, like.dtype)
     if norm:
         return passed_on(ledger), normed.to(like.dtype), r, readout, rest, lse
-    return passed_on(ledger), readout, r, like.new_empty(0), rest, lse
+    return passed_on(ledger), readout, r, none, rest, lse
 
 
 @read.fake
-def _(ledger, newest, like, q, gains, early, early_ml, local, site, nth, end, slot, room, heads, eps, norm_eps):
-    given, lse = torch.empty_like(like), q.new_empty(*like.shape[:-1], heads)
+def _(ledger, newest, like, q, gains, early, early_ml, local, site, nth, end, slot, room, heads, eps, norm_eps, keep):
+    given, r = torch.empty_like(like), q.new_empty(like.shape[:-1])
+    if not keep:
+        return passed_on(ledger), given, r, like.new_empty(0), like.new_empty(0), like.new_empty(0)
     readout = like.new_empty(0) if gains is None else torch.empty_like(like)
-    return passed_on(ledger), given, q.new_empty(like.shape[:-1]), readout, fake_rest(like), lse
+    return passed_on(ledger), given, r, readout, fake_rest(like), q.new_empty(*like.shape[:-1], heads)
 
 
 @operation("read_backward", mutates=("ledger",))
@@ -1027,7 +1036,7 @@ def _(ledger, dout, readout, rest, lse, q, gains, newest, *numbers):
 
 
 def _read_setup(ctx, inputs, output):
-    _, newest, _, q, gains, _, _, _, site, _, end, slot, room, heads, eps, norm_eps = inputs
+    _, newest, _, q, gains, _, _, _, site, _, end, slot, room, heads, eps, norm_eps, _ = inputs
     _, given, r, readout, rest, lse = output
     ctx.numbers = site, end, slot, room, heads, eps, norm_eps
     ctx.set_materialize_grads(False)
@@ -1136,6 +1145,7 @@ class TwoPhase:
         self.ledger, readout, r = read(
             self.ledger, newest, self.like, self.q, gains, self.early, self.early_ml, self.local,
             self.site, self.site - self.first, end, slot, self.room, self.heads, self.eps, self.norm_eps,
+            torch.is_grad_enabled(),
         )  # fmt: skip
         self.site += 1
         return readout, r

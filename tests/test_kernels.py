@@ -351,6 +351,17 @@ def test_without_gradients_the_read_outs_are_the_same(name):
 
 
 @either
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("residual", RESIDUALS)
+def test_a_model_without_gradients_gives_the_same_logits(residual, dtype, name):
+    """Norms included; the kernels then write less."""
+    made = model(small(residual, impl=name)).to(dtype)
+    expected = made(TOKENS)
+    with torch.no_grad():
+        assert torch.equal(made(TOKENS), expected)
+
+
+@either
 @pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize("residual", RESIDUALS)
 def test_a_model_is_the_eager_model(residual, heads, name):
@@ -486,8 +497,9 @@ def test_operators_are_what_they_declare(normed):
         _, early, early_ml, _ = ops.begin(ledger, newest, *args, EPS)
         opcheck(ops.begin_backward, (real, halves, scale, sources[:2], rs, newest is not None, 2, room, heads))
         args = (sources[0], q, gains, early, early_ml, sources[:1], 3, 1, 4, 0, room, heads, EPS, EPS)
-        opcheck(ops.read, (ledger, newest, *args), test_utils=static)
-        _, given, _, readout, rest, lse = (x.detach() for x in ops.read(ledger, newest, *args))
+        for keep in (False, True):
+            opcheck(ops.read, (ledger, newest, *args, keep), test_utils=static)
+        _, given, _, readout, rest, lse = (x.detach() for x in ops.read(ledger, newest, *args, True))
         newest = None if newest is None else newest.detach()
         args = (readout if normed else given, rest, lse, q, gains, newest, 3, 4, 0, room, heads, EPS, EPS)
         opcheck(ops.read_backward, (real, dout, *args))
