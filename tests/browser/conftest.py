@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -76,7 +77,12 @@ def browser():
 
 
 @pytest.fixture
-def page(browser):
-    page = browser.new_page(viewport=LAPTOP)
-    yield page
-    page.close()
+def new_page(browser):
+    """Opens a page; at the end all that were opened are closed."""
+    with ExitStack() as pages:
+        yield lambda: pages.enter_context(browser.new_page(viewport=LAPTOP))
+
+
+@pytest.fixture
+def page(new_page):
+    return new_page()
