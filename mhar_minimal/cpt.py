@@ -81,7 +81,8 @@ def cpt(
         session: what study.json keeps of this call, beside the versions and the seconds it took.
 
     Raises:
-        ValueError: seeds that are none or not different, or arguments that make no run or no conversion.
+        ValueError: seeds that are none or not different, a run that is not finished, or arguments that make no run or
+            no conversion.
         FileExistsError: ``out`` is not empty.
         FileNotFoundError: there is no checkpoint.
         FloatingPointError: a loss is no longer finite, or at step 0 the arms differ.
@@ -92,6 +93,10 @@ def cpt(
     recipes = [replace(recipe, seed=seed) for seed in seeds]
     file = checkpoint / CHECKPOINT if checkpoint.is_dir() else checkpoint
     base, about = load(file, device), metadata(file)
+    if about["step"] < about["recipe"]["steps"]:
+        raise ValueError(
+            f"checkpoint={file} is at step {about['step']} of {about['recipe']['steps']}; accepted: a finished run"
+        )
     convert(load(file), block_size, heads)  # what is wrong is said now, not after the first plain run
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         found = "not empty" if out.is_dir() else "a file"

@@ -1,6 +1,7 @@
 """Training: one recipe for every residual scheme, and runs that can stop at any moment without losing a bit."""
 
 import csv
+import gc
 import json
 import math
 import os
@@ -138,6 +139,7 @@ class Run:
         self.loss = Loss(self.model)
         if self.device.type == "cuda":  # which would wait for most launches of a small model: they are recorded once
             sample = tuple(t.to(self.device) for t in self.batch())
+            gc.collect()  # the graphs of an earlier run; collected in the middle of a recording, they would end it
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")  # of PyTorch's own warm-up
                 self.loss = torch.cuda.make_graphed_callables(self.loss, sample, allow_unused_input=True)
