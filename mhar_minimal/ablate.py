@@ -64,7 +64,6 @@ MODEL = ("residual", "heads", "block_size", "query_init", "impl", "mixing", "kv_
 CELL = (*MODEL, "corpus", "lr", "steps")  # what may differ between the cells of a grid
 Cell = namedtuple("Cell", CELL)
 CONFIG_FIELDS, RECIPE_FIELDS = ([field.name for field in fields(kind)] for kind in (Config, Recipe))
-PRECISIONS = ("highest", "high", "medium", "bfloat16")  # PyTorch's words (high is TF32 on a GPU); the last: autocast
 WARM_UP, TIMED = 5, 20  # steps
 KINDS = {str: "a text", int: "an integer of at least 1", dict: "a table", bool: "true or false"}
 
@@ -103,7 +102,7 @@ class Plan:
     recipe: dict  # fields of Recipe, but for the seed
     grids: dict
     at_once: int = 1  # runs at a time, each in a process of its own; with several GPUs, on every one
-    precision: str = "highest"  # of float32 matrix products, see PRECISIONS
+    precision: str = "highest"  # of float32 matrix products: highest, high (TF32 on a GPU) or medium, PyTorch's words
     keep_weights: bool = False  # of the first seed of every cell
 
     def __post_init__(self) -> None:
@@ -113,8 +112,8 @@ class Plan:
                 raise ValueError(f"{field.name}={value!r}; accepted: {KINDS[field.type]}")
         if self.at_once < 1:
             raise ValueError(f"at_once={self.at_once}; accepted: {KINDS[int]}")
-        if self.precision not in PRECISIONS:
-            raise ValueError(f"precision={self.precision!r}; accepted: {', '.join(PRECISIONS)}")
+        if self.precision not in ("highest", "high", "medium"):
+            raise ValueError(f"precision={self.precision!r}; accepted: highest, high, medium")
         check_keys("model", self.model, ["preset", *CONFIG_FIELDS])
         check_keys("recipe", self.recipe, [name for name in RECIPE_FIELDS if name != "seed"])
         for name, grid in self.grids.items():
@@ -405,12 +404,10 @@ def prepare_worker(threads: int, precision: str, gpus: int, order: Synchronized)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which then ends its workers
     threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
-    if precision == "bfloat16":
-        torch.set_autocast_enabled("cuda" if gpus else "cpu", True)
-        torch.set_autocast_cache_enabled(False)  # a step is recorded with its casts
-        warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")  # of RMSNorm: slower, not wrong
-    else:
-        torch.set_float32_matmul_precision(precision)
+    warnings.filterwarnings(
+        "ignore", "Mismatch dtype between input and weight"
+    )  # RMSNorm's in autocast: slow, not wrong
+    torch.set_float32_matmul_precision(precision)
 
 
 def take_gpu(gpus: int, order: Synchronized) -> None:

@@ -31,6 +31,7 @@ class Config:
     context: int = 64  # T, the longest sequence
     rope_theta: float = 1e4
     eps: float = 1e-6  # of every RMSNorm, the key norm included
+    autocast: bool = False  # sublayers multiply in bfloat16; parameters, read-outs and logits keep their dtype
 
     def __post_init__(self) -> None:
         for name in ("heads", "dim", "layers", "attn_heads", "kv_heads", "ffn", "vocab", "context"):
@@ -56,6 +57,8 @@ class Config:
         for name in ("rope_theta", "eps"):
             if not isinstance(getattr(self, name), int | float) or not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)!r}; accepted: a number above 0")
+        if not isinstance(self.autocast, bool):
+            raise ValueError(f"autocast={self.autocast!r}; accepted: True, False")
         self._check_scheme()
 
     def _check_scheme(self) -> None:

@@ -165,9 +165,16 @@ class Model(nn.Module):
         norms = [norm for layer in self.layers for norm in (layer.attn_norm, layer.mlp_norm)]
         depth = self.depth(self.embedding(tokens), [*norms, self.norm])
         for layer in self.layers:
-            depth.write(layer.attn(read_normed(depth, layer.attn_norm), rotation, cache))
-            depth.write(layer.mlp(read_normed(depth, layer.mlp_norm)))
+            depth.write(self.output(layer.attn, read_normed(depth, layer.attn_norm), rotation, cache))
+            depth.write(self.output(layer.mlp, read_normed(depth, layer.mlp_norm)))
         return F.linear(read_normed(depth, self.norm), self.embedding.weight)
+
+    def output(self, sublayer: Attention | MLP, x: Tensor, *others) -> Tensor:
+        """What a sublayer makes of its normed read-out [B, T, D]; with ``config.autocast`` in bfloat16."""
+        if not self.config.autocast:
+            return sublayer(x, *others)
+        with torch.autocast(x.device.type, torch.bfloat16, cache_enabled=False):  # a recorded step repeats the casts
+            return sublayer(x, *others)
 
     def parameter_count(self) -> int:
         """Number of parameters, the tied embedding counted once."""

@@ -148,7 +148,7 @@ def test_a_plan_by_hand(tmp_path):
         ({"at_once": 0}, "at_once=0; accepted: an integer of at least 1"),
         ({"at_once": True}, "at_once=True; accepted: an integer"),
         ({"keep_weights": 1}, "keep_weights=1; accepted: true or false"),
-        ({"precision": "low"}, "precision='low'; accepted: highest, high, medium, bfloat16"),
+        ({"precision": "low"}, "precision='low'; accepted: highest, high, medium"),
         ({"corpus": "missing.txt"}, "missing.txt is no file"),
     ],
 )
@@ -501,17 +501,10 @@ def test_workers_share_the_threads_and_have_the_precision(tmp_path, monkeypatch)
     with worker_processes(plan, "cpu") as pool:
         assert pool.submit(torch.get_float32_matmul_precision).result() == "high"
         assert pool.submit(worker_threads).result() == 2
-        assert pool.submit(worker_product).result() == torch.float32
-    with worker_processes(read_plan(written(tmp_path, precision="bfloat16")), "cpu") as pool:
-        assert pool.submit(worker_product).result() == torch.bfloat16
 
 
 def worker_threads():
     return torch.get_num_threads()
-
-
-def worker_product():
-    return (torch.eye(2) @ torch.eye(2)).dtype
 
 
 # The stored plans
@@ -549,7 +542,7 @@ def test_the_plan_of_the_recorded_study_is_what_was_asked_for():
 
 
 def trunk(config):
-    return replace(config, residual="standard", heads=1, block_size=None, impl="eager")
+    return replace(config, residual="standard", heads=1, block_size=None, impl="eager", autocast=False)
 
 
 def pilot_tail_means():

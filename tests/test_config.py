@@ -36,6 +36,7 @@ from mhar_minimal import PRESETS, Config, preset
         ({"eps": "1e-6"}, "eps='1e-6'; accepted: a number above 0"),
         ({"eps": 0.0}, "eps=0.0; accepted: a number above 0"),
         ({"rope_theta": float("nan")}, "rope_theta=nan"),
+        ({"autocast": 1}, "autocast=1; accepted: True, False"),
     ],
 )
 def test_refused(fields, message):

@@ -281,6 +281,24 @@ def test_float64_and_bfloat16_forward(fields):
     assert (half.double() - exact).norm() / exact.norm() < 0.05  # measured 0.01
 
 
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+@pytest.mark.parametrize("fields", SCHEMES)
+def test_autocast_multiplies_in_bfloat16_and_keeps_the_rest_in_float32(fields):
+    exact, model = Model(small(**fields)), Model(small(**fields, autocast=True))
+    written, tokens = [], torch.arange(12).view(2, 6)
+    model.layers[1].mlp.register_forward_hook(lambda module, inputs, output: written.append((inputs[0], output)))
+    logits = model(tokens)
+    logits.square().mean().backward()
+    ((read, output),) = written
+    assert (read.dtype, output.dtype, logits.dtype) == (torch.float32, torch.bfloat16, torch.float32)
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    with torch.no_grad():
+        assert torch.equal(model(tokens), logits)
+        far = (logits - exact(tokens)).abs().max() / logits.abs().max()
+    assert 1e-4 < far < 3e-2  # rounded, and no more than that
+    assert not torch.is_autocast_enabled("cpu")
+
+
 def test_random_queries_are_numbers_of_their_own_and_follow_the_seed():
     config = small(residual="full", query_init="random")
     queries = [torch.stack(list(Model(config, seed).depth.query)) for seed in (0, 1)]

@@ -53,6 +53,8 @@ def test_on_a_gpu_a_run_trains_and_resumes(corpus, tmp_path, monkeypatch):
         *(dict(residual="full", impl=impl) for impl in ("eager", "fused", "two_phase")),
         *(dict(residual="block", block_size=2, impl=impl) for impl in ("eager", "two_phase")),
         *(dict(residual="full", mixing=mixing) for mixing in MIXINGS[1:]),
+        *(dict(residual=residual, heads=1, autocast=True) for residual in ("standard", "hyper", "full")),
+        dict(residual="full", impl="two_phase", autocast=True),
     ],
     ids=lambda fields: "-".join(str(value) for value in fields.values()),
 )
@@ -67,6 +69,21 @@ def test_recorded_steps_are_the_steps(fields, corpus, monkeypatch):
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", lambda loss, *_, **__: loss)
     assert recorded == losses()
     assert len(set(recorded)) == 5
+
+
+@pytest.mark.parametrize("residual", ["standard", "hyper", "full"])
+def test_with_autocast_it_learns_as_without(residual, corpus):
+    """Over many recorded steps, on the width of the recorded study."""
+
+    def loss(autocast):
+        fields = dict(residual=residual, heads=1, dim=384, attn_heads=6, kv_heads=6, ffn=256, context=64)
+        config = replace(CONFIG, autocast=autocast, **fields)
+        rows = train(config, replace(RECIPE, steps=150, lr=6e-4, batch_size=16), corpus, None, "cuda", progress=False)[
+            1
+        ]
+        return rows[-1].val_loss
+
+    assert loss(True) == pytest.approx(loss(False), rel=0.1)
 
 
 def test_recorded_steps_of_a_converted_model(corpus, monkeypatch):
@@ -89,7 +106,7 @@ metric = "none"
 difference = "none"
 corpus = {corpus!r}
 at_once = 2
-precision = {precision!r}
+precision = "high"
 
 [model]  # of the recorded study
 dim = 384
@@ -98,6 +115,7 @@ attn_heads = 6
 kv_heads = 6
 ffn = 1024
 context = 256
+autocast = {autocast}
 
 [recipe]
 steps = 12
@@ -116,9 +134,9 @@ cells = [
 """
 
 
-@pytest.mark.parametrize("precision", ["high", "bfloat16"])
-def test_a_cell_and_a_seed_make_the_same_numbers(precision, corpus, tmp_path):
-    (tmp_path / "plan.toml").write_text(PLAN.format(corpus=str(tmp_path / "text.txt"), precision=precision))
+@pytest.mark.parametrize("autocast", ["false", "true"])
+def test_a_cell_and_a_seed_make_the_same_numbers(autocast, corpus, tmp_path):
+    (tmp_path / "plan.toml").write_text(PLAN.format(corpus=str(tmp_path / "text.txt"), autocast=autocast))
 
     def numbers(folder):
         ablate(tmp_path / "plan.toml", tmp_path / folder, "cuda", None, {"machine": {}})
