@@ -30,8 +30,8 @@ from mhar_minimal import Config, Model, preset
 from mhar_minimal.__main__ import git_revision, processor
 from mhar_minimal.depth import Depth, read_normed
 from mhar_minimal.fast import FusedFull
-from mhar_minimal.inference import record
 from mhar_minimal.model import rope
+from mhar_minimal.train import record
 
 MICRO_BATCH = {"100M": 8, "350M": 4, "1B": 2}  # windows of the preset's context, as in arXiv:2607.27230
 ULP = 2**-8  # of bfloat16, relative

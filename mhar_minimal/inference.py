@@ -26,7 +26,7 @@ from mhar_minimal import Config, Model, preset
 from mhar_minimal.__main__ import arm_config, git_revision, processor
 from mhar_minimal.depth import STREAMS
 from mhar_minimal.model import INIT_STD, Cache, rope
-from mhar_minimal.train import usable_device, versions
+from mhar_minimal.train import record, usable_device, versions
 
 SCHEMES = ("standard", "full:1", "block:1", "block:8", "full:8")  # residual:heads
 BASELINE = "standard", "eager"
@@ -90,7 +90,8 @@ def build(configs: dict[tuple, Config], device: str, dtype: torch.dtype) -> dict
 def one_turn(model: Model, tokens: Tensor, chunk: int, recorded: bool) -> tuple[float, float, int | None]:
     """Milliseconds of a decode step and of the prefill before it, and the peak of allocated bytes (None on a CPU).
 
-    Of ``tokens``, int64 [B, T + 1], the last is the step's. Recorded, it is a CUDA graph of one length of the cache.
+    Of ``tokens``, int64 [B, T + 1], the last is the step's. Recorded, it is a CUDA graph of one length of the cache,
+    good to time, not to serve.
     """
     on_gpu, newest = tokens.is_cuda, tokens[:, -1:]
     wait = torch.cuda.synchronize if on_gpu else lambda: None
@@ -119,18 +120,6 @@ def one_turn(model: Model, tokens: Tensor, chunk: int, recorded: bool) -> tuple[
     step()
     decode_ms = milliseconds(record(step) if recorded else step, STEPS)
     return decode_ms, prefill_ms, torch.cuda.max_memory_allocated() if on_gpu else None
-
-
-def record(job: Callable) -> Callable:
-    """A replay of the job as one CUDA graph; of a decode step good to time, not to serve: the cache grows."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        job()
-    torch.cuda.current_stream().wait_stream(stream)
-    with torch.cuda.graph(graph, stream=stream):
-        job()
-    return graph.replay  # which keeps the graph
 
 
 def measure(

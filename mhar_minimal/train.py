@@ -11,8 +11,7 @@ import sys
 import threading
 import time
 import uuid
-import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -108,15 +107,20 @@ def evaluate(model: Model, inputs: Tensor, targets: Tensor, batch_size: int = Re
     return total / targets.numel()
 
 
-class Loss(nn.Module):
-    """A model's mean cross-entropy, nats per byte, of inputs and targets [B, T] (int64)."""
+def record(job: Callable[[], None]) -> Callable[[], None]:
+    """A replay of the job as one CUDA graph, which launches everything at once.
 
-    def __init__(self, model: Model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())
+    The job reads and writes tensors that stay where they are. It is called twice here: a graph records no first call.
+    """
+    gc.collect()  # graphs that nobody replays any more; collected in the middle of a recording, they would end it
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        job()
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph, stream=stream):
+        job()
+    return graph.replay  # which keeps the graph
 
 
 class Run:
@@ -136,13 +140,10 @@ class Run:
             parameter_groups(self.model), lr=recipe.lr, betas=BETAS, eps=ADAM_EPS, fused=True
         )
         self.step, self.seconds, self.peak = 0, 0.0, 0
-        self.loss = Loss(self.model)
-        if self.device.type == "cuda":  # which would wait for most launches of a small model: they are recorded once
-            sample = tuple(t.to(self.device) for t in self.batch())
-            gc.collect()  # the graphs of an earlier run; collected in the middle of a recording, they would end it
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")  # of PyTorch's own warm-up
-                self.loss = torch.cuda.make_graphed_callables(self.loss, sample, allow_unused_input=True)
+        size = 2, recipe.batch_size, config.context
+        self.inputs, self.targets = torch.zeros(size, dtype=torch.long, device=self.device)  # of the step in progress
+        # A small model would make a GPU wait for its launches.
+        self.replay = record(self.differentiate) if self.device.type == "cuda" else None
         self.rows: list[Row] = []
         self.losses: list[float] = []  # since the last row
 
@@ -150,18 +151,24 @@ class Run:
         r = self.recipe
         return batch(self.corpus.train, r.batch_size, self.config.context, r.seed, self.step)
 
+    def differentiate(self) -> None:
+        """The mean cross-entropy of the batch, nats per byte, and its gradients."""
+        self.optimizer.zero_grad()
+        loss = F.cross_entropy(self.model(self.inputs).flatten(0, 1), self.targets.flatten())
+        loss.backward()
+        self.loss = loss.detach()
+
     def advance(self) -> float:
         """One training step; its loss. Raises FloatingPointError where the loss or its gradient is not finite."""
         start = time.perf_counter()
-        inputs, targets = (t.to(self.device) for t in self.batch())
+        for place, tokens in zip((self.inputs, self.targets), self.batch()):
+            place.copy_(tokens)
         for group in self.optimizer.param_groups:
             group["lr"] = self.recipe.lr * schedule(self.step, self.recipe)
-        loss = self.loss(inputs, targets)
-        self.optimizer.zero_grad()
-        loss.backward()
+        (self.replay or self.differentiate)()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         self.optimizer.step()
-        value = loss.item()  # waits for a GPU, so that the clock below has seen the whole step
+        value = self.loss.item()  # waits for a GPU, so that the clock below has seen the whole step
         if not (math.isfinite(value) and norm.isfinite()):
             raise FloatingPointError(
                 f"loss={value}, gradient norm {norm.item()} after {self.step} steps, with lr={self.recipe.lr}; "
