@@ -31,8 +31,17 @@ X_LABELS = {"step": "optimizer step", "seconds": "training time (s)", "tokens": 
 class Figure(matplotlib.figure.Figure):
     """A figure that a notebook can show although pyplot, which would have told it how, was never imported."""
 
-    def _repr_png_(self) -> bytes:
-        return png(self)
+    def _repr_png_(self) -> tuple[bytes, dict[str, str]]:
+        return png(self), {"alt": self.alt()}
+
+    def alt(self) -> str:
+        """What is drawn, in words for who cannot see it: of each axes the title, the two labels and the series."""
+        panels = []
+        for ax in self.axes:
+            labels = " by ".join(filter(None, (ax.get_ylabel(), ax.get_xlabel())))
+            series = "; ".join(ax.get_legend_handles_labels()[1])
+            panels.append(": ".join(filter(None, (ax.get_title(), labels, series))))
+        return " | ".join(panels).replace("\n", " ")
 
 
 def png(figure: matplotlib.figure.Figure) -> bytes:
@@ -249,8 +258,8 @@ def intervals(differences: Mapping[str, object], xlabel: str) -> Figure:
     box = ax.get_position()
     ax.set_position((box.x0 + wider / 6.4, box.y0, box.width - wider / 6.4, box.height))
     ax.axvline(0, color="black", linewidth=1)
-    for y, difference in enumerate(differences.values()):
-        ax.plot(difference.t_interval, (y, y), color=PALETTE[2], linewidth=2, marker="|", markersize=7)
+    for y, (name, difference) in enumerate(differences.items()):
+        ax.plot(difference.t_interval, (y, y), color=PALETTE[2], linewidth=2, marker="|", markersize=7, label=name)
         ax.plot(difference.mean, y, color=PALETTE[1], marker="o", markeredgecolor="black", markersize=6)
     ax.set_yticks(range(len(differences)), list(differences))
     ax.set_ylim(len(differences) - 0.4, -0.6)

@@ -12,6 +12,13 @@ from matplotlib.figure import Figure
 from mhar_minimal.plot import png
 
 
+class Live(VBox):
+    """Sliders and their figure. Where no kernel runs, a notebook shows these words in their place."""
+
+    def __repr__(self) -> str:
+        return "a slider: run this cell, and it moves the figure above"
+
+
 def slider(
     draw: Callable[[Hashable], Figure], values: Sequence[Hashable], description: str, start: Hashable = None
 ) -> VBox:
@@ -67,4 +74,4 @@ def _live(draw: Callable[[], Figure], controls: list[SelectionSlider]) -> VBox:
 
     for control in controls:
         control.observe(redraw, "value")
-    return VBox([*controls, image, problem])
+    return Live([*controls, image, problem])

@@ -114,10 +114,33 @@ def test_the_same_values_give_the_same_bytes_and_nothing_is_left_behind(name):
     assert dict.copy(matplotlib.rcParams) == before
 
 
-def test_a_notebook_shows_a_picture_and_a_fixed_text():
-    data, _ = DisplayFormatter().format(plot.routing_diagram(6, 4))
+def test_a_notebook_shows_a_picture_a_fixed_text_and_its_words():
+    data, metadata = DisplayFormatter().format(plot.routing_diagram(6, 4))
     assert data["text/plain"] == "<Figure size 640x400 with 1 Axes>"
     assert data["image/png"].startswith(b"\x89PNG")
+    words = "site by outputs a source sums (block size 4: 15 reads by 7 sites): embedding; finished block; running sum"
+    assert metadata == {"image/png": {"alt": words}}
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    {
+        "loss, one": "validation loss (nats per byte) by optimizer step: standard",
+        "intervals, two": "minus standard (nats per byte): full:1; full:8",
+        "weights, four, blocks": "site by source (block; the last may be running) | depth weight",
+    }.items(),
+)
+def test_a_figure_says_in_words_what_it_draws(name, words):
+    assert FIGURES[name]().alt() == words
+
+
+def test_the_words_of_a_figure_name_its_panels_and_are_one_line():
+    figure = plot.Figure()
+    for title, ax in zip(("one", "two"), figure.subplots(2)):
+        ax.plot([0, 1], label="series of " + title)
+        ax.axhline(0)
+        ax.set(title=title, ylabel="loss\n(nats)")
+    assert figure.alt() == "one: loss (nats): series of one | two: loss (nats): series of two"
 
 
 # Machado, Oliveira and Fernandes (2009), severity 1, on linear RGB
@@ -132,14 +155,48 @@ SEEN_BY = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("eye", SEEN_BY)
-def test_the_palette_stays_apart_by_lightness_alone(eye):
-    rgb = np.array([matplotlib.colors.to_rgb(c) for c in plot.PALETTE])
+def lightness(colours, eye: str) -> np.ndarray:
+    """CIE L*, 0 to 100, of colours as an eye sees them: all that is left of them in greyscale."""
+    rgb = matplotlib.colors.to_rgba_array(colours)[:, :3]
     linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4) @ np.transpose(SEEN_BY[eye])
     y = linear.clip(0, 1) @ [0.2126, 0.7152, 0.0722]
-    lightness = np.where(y > 216 / 24389, 116 * np.cbrt(y) - 16, y * 24389 / 27)  # CIE L*
-    assert np.diff(np.sort(lightness)).min() > (10 if eye == "everybody" else 6)
+    return np.where(y > 216 / 24389, 116 * np.cbrt(y) - 16, y * 24389 / 27)
+
+
+LEAST = {"everybody": 10, "a protanope": 6, "a deuteranope": 8}  # the seven colours have 10.7, 6.6 and 8.1
+
+
+@pytest.mark.parametrize("eye", SEEN_BY)
+def test_the_palette_stays_apart_by_lightness_alone(eye):
+    assert np.diff(np.sort(lightness(plot.PALETTE, eye))).min() > LEAST[eye]
     assert len(set(plot.DASHES)) == len(set(plot.MARKERS)) == len(plot.PALETTE)
+
+
+def signs(figure: plot.Figure) -> list[tuple]:
+    """Of every line, group of bars or group of boxes: its colour, then what tells it apart without a colour."""
+    ax = figure.axes[0]
+    found = [(line.get_color(), line.get_marker(), line._dash_pattern) for line in ax.lines]
+    found += [(bars[0].get_facecolor(), bars[0].get_hatch()) for bars in ax.containers]
+    return found + [(boxes.get_facecolor()[0], boxes.get_hatch()) for boxes in ax.collections]
+
+
+@pytest.mark.parametrize(
+    ("name", "series"), {"loss, seven": 7, "depth, 72 outputs": 7, "costs": 2, "routing": 3}.items()
+)
+def test_series_differ_by_lightness_to_every_eye_and_without_any_colour(name, series):
+    found = signs(FIGURES[name]())
+    assert len(found) == series
+    for (one, *without), (other, *colour) in combinations(found, 2):
+        assert all(a != b for a, b in zip(without, colour, strict=True)), (without, colour)
+        for eye, least in LEAST.items():
+            assert abs(np.subtract(*lightness([one, other], eye))) > least, (one, other, eye)
+
+
+@pytest.mark.parametrize("eye", SEEN_BY)
+def test_a_larger_weight_is_lighter_to_every_eye(eye):
+    image = FIGURES["weights, one head"]().axes[0].images[0]
+    shown = lightness(image.to_rgba(np.linspace(0, 1, 11)), eye)
+    assert np.diff(shown).min() > 3
 
 
 # --- lines -----------------------------------------------------------------------------------------------------------

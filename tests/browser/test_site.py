@@ -1,4 +1,4 @@
-"""The static edition in a real browser, without a network: pictures are there, links lead somewhere."""
+"""The static edition in a real browser, without a network: pictures and their words are there, links lead somewhere."""
 
 import importlib.util
 from urllib.parse import unquote, urlparse
@@ -6,6 +6,8 @@ from urllib.parse import unquote, urlparse
 import pytest
 from conftest import NOTEBOOKS
 
+NAMELESS = "images => images.filter(i => !i.alt || i.alt.startsWith('No description')).length"
+CUT = "all => all.filter(pre => pre.scrollWidth > pre.clientWidth).map(pre => pre.innerText)"
 LINKS = "elements => elements.map(element => element.getAttribute('href'))"
 
 
@@ -26,6 +28,7 @@ def test_every_page(page, pages):
         assert not page.locator("img").evaluate_all("images => images.filter(i => !i.naturalWidth).map(i => i.src)"), (
             path
         )
+        assert page.locator("img").evaluate_all(NAMELESS) == 0, f"{path.name}: a wordless picture, store it again"
         assert page.locator('[data-mime-type="application/vnd.jupyter.stderr"]').count() == 0, path
         for link in page.locator("a[href]").evaluate_all(LINKS):
             address = urlparse(link)
@@ -34,3 +37,14 @@ def test_every_page(page, pages):
                 assert target.exists(), f"{path.name}: {link}"
         page.set_viewport_size({"width": 1280, "height": 800})
         assert page.evaluate("document.documentElement.scrollWidth") <= 1280, f"{path.name} is wider than a laptop"
+        assert page.locator("pre").evaluate_all(CUT) == [], path.name
+
+
+def test_a_picture_has_its_own_words_and_a_slider_is_announced(page, pages):
+    [path] = [path for path in pages if path.name.startswith("03")]
+    page.goto(path.as_uri())
+    for size in (1, 5, 12):
+        cell = page.locator(".jp-CodeCell", has=page.locator(f"img[alt*='(block size {size}: ']"))
+        assert cell.count() == 1
+        assert "display(*map(draw, (1, 5, 12)))" in cell.inner_text()
+    assert "It moves the figure above" in page.locator(".jp-CodeCell", has_text="slider(draw").inner_text()
