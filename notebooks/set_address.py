@@ -14,9 +14,12 @@ BETWEEN = re.compile(r"(<!-- badges -->\n).*?(<!-- /badges -->)", re.DOTALL)
 CELL = """import sys
 
 if "google.colab" in sys.modules:  # a machine there starts empty; elsewhere this cell does nothing
-    get_ipython().system("git clone --quiet --depth 1 {url} course && pip install --quiet -e course")
+    address = "{url}"
+    get_ipython().system(f"test -d /content/course || git clone --quiet --depth 1 {{address}} /content/course")
+    # Colab has PyTorch and widgets, in the versions that its page can show: they stay as they are.
+    get_ipython().system("pip install --quiet --no-deps -e /content/course triton")
     sys.path.insert(0, "/content/course")
-    get_ipython().run_line_magic("cd", "course/{folder}")"""
+    get_ipython().run_line_magic("cd", "/content/course/{folder}")"""
 
 
 def badges(url: str) -> str:
@@ -61,7 +64,7 @@ def set_address(root: Path, url: str) -> None:
     Raises:
         ValueError: an address that is not one of GitHub's.
     """
-    if url and not re.fullmatch(r"https://github\.com/[\w.-]+/[\w.-]+", url):
+    if url and not re.fullmatch(r"https://github\.com/[\w.-]+/[\w.-]+(?<!\.git)", url):
         raise ValueError(f"address {url!r}; accepted: https://github.com/OWNER/NAME, or nothing")
     readme = root / "README.md"
     text = BETWEEN.sub(lambda found: found[1] + badges(url) + found[2], readme.read_text(encoding="utf-8"))

@@ -2,7 +2,9 @@
 
 import importlib.util
 import json
+import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -41,8 +43,17 @@ def test_an_address_is_entered_everywhere_and_taken_out_without_a_trace(copy):
                 assert sum(URL in "".join(cell["source"]) for cell in cells) == 1
                 counts = [cell["execution_count"] for cell in cells if cell["cell_type"] == "code"]
                 assert counts == list(range(1, len(counts) + 1))
-    set_address.set_address(copy, "")
+    published = re.search(r"/v2/gh/([^/]+/[^/]+)/HEAD", before[Path("README.md")])  # once it is, the tests still hold
+    set_address.set_address(copy, f"https://github.com/{published[1]}" if published else "")
     assert contents(copy) == before
+
+
+def test_with_an_address_the_notebooks_are_still_clean(copy):
+    set_address.set_address(copy, f"https://github.com/{'o' * 39}/{'n' * 100}")  # as long as GitHub's can be
+    for command in (["check"], ["format", "--check"]):
+        ruff = [sys.executable, "-m", "ruff", *command, "--config", ROOT / "pyproject.toml", "notebooks"]
+        found = subprocess.run(ruff, cwd=copy, capture_output=True, text=True)
+        assert found.returncode == 0, found.stdout
 
 
 def test_the_first_cell_does_nothing_elsewhere_and_fetches_the_course_on_colab(monkeypatch):
@@ -62,11 +73,13 @@ def test_the_first_cell_does_nothing_elsewhere_and_fetches_the_course_on_colab(m
     monkeypatch.setattr("sys.path", [])
     exec(code, {"get_ipython": Shell})
     assert calls == [
-        f"git clone --quiet --depth 1 {URL} course && pip install --quiet -e course", "cd course/notebooks/beyond",
-    ]  # fmt: skip
+        f"test -d /content/course || git clone --quiet --depth 1 {URL} /content/course",
+        "pip install --quiet --no-deps -e /content/course triton",  # nothing that the running kernel has is replaced
+        "cd /content/course/notebooks/beyond",
+    ]
 
 
-@pytest.mark.parametrize("url", ["github.com/a/b", "https://example.org/a/b", "https://github.com/a"])
+@pytest.mark.parametrize("url", ["github.com/a/b", "https://example.org/a/b", "https://github.com/a", URL + ".git"])
 def test_other_addresses_are_refused_and_change_nothing(url, copy):
     before = contents(copy)
     with pytest.raises(ValueError, match=r"accepted: https://github\.com/OWNER/NAME"):

@@ -55,8 +55,9 @@ def test_stored_outputs_can_be_compared(path):
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_cells_are_short_and_one_idea_long(path):
-    lines = [len(source(c).splitlines()) for c in cells(path, "code")]
-    assert 25 <= len(cells(path)) <= 60
+    written = [c for c in cells(path) if c["id"] != "colab"]  # that one comes and goes with set_address.py
+    lines = [len(source(c).splitlines()) for c in written if c["cell_type"] == "code"]
+    assert 25 <= len(written) <= 60
     assert statistics.median(lines) <= 8
     assert max(lines) <= 30
 

@@ -29,6 +29,7 @@ def test_environment_yml_names_the_pinned_versions():
     assert requirements(pip) == PINS
     assert "- -e ." in text
     assert "python=3.11" in text
+    assert "://" not in text  # channels and packages by name
     assert all(rest.startswith("==") for rest in PINS.values())
 
 
