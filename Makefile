@@ -1,9 +1,11 @@
 # Two commands do everything on a fresh machine with Python 3.11 or newer and make: `make lab` and `make test`.
 PYTHON ?= python3
 BIN := .venv/bin
+CHECK := 'import sys; old = sys.version_info < (3, 11); \
+	sys.exit(old and "Python 3.11 or newer is needed, this is " + sys.version + "; make PYTHON=... names another")'
 # Stored outputs are compared strictly on the pinned Python; elsewhere only the cells that ask for it are compared.
-STRICT := $(shell $(PYTHON) -c 'import sys; print(sys.version_info[:2] == (3, 11))')
-NBVAL := $(if $(filter True,$(STRICT)),--nbval,--nbval-lax)
+STRICT = $(shell $(BIN)/python -c 'import sys; print(sys.version_info[:2] == (3, 11))')
+NBVAL = $(if $(filter True,$(STRICT)),--nbval,--nbval-lax)
 
 .PHONY: lab test lint unit notebooks browser gpu store site benchmark clean
 
@@ -44,9 +46,11 @@ benchmark: .venv/installed
 clean:  ## the environment and the tools' caches; runs/ (trained models) and built corpora stay
 	rm -rf .venv *.egg-info .pytest_cache .ruff_cache .hypothesis
 
+# A .venv that is there already, say with another build of PyTorch, is kept.
 .venv/installed: requirements.txt pyproject.toml
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version)'
-	$(PYTHON) -m venv .venv
+	test -x $(BIN)/python || { $(PYTHON) -c $(CHECK) && $(PYTHON) -m venv .venv; }
+	$(BIN)/python -c $(CHECK)
+	@echo "Installing into .venv, quietly; it takes some minutes."
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	touch $@
