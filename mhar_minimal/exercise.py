@@ -46,7 +46,7 @@ def _wrong(answer: Callable, arguments: tuple, expected: Any) -> str | None:
         return "changes its arguments (work on a copy)"
     if _agree(got, expected):
         return None
-    shapes = [tuple(x.shape) for x in (got, expected) if hasattr(x, "shape")]
+    shapes = [tuple(x.shape) for x in (got, expected) if isinstance(getattr(x, "shape", None), tuple)]
     if len(set(shapes)) == 2:
         return f"gives shape {shapes[0]}, not {shapes[1]}"
     told, wanted = repr(got), repr(expected)

@@ -34,7 +34,7 @@ def generate(
         temperature: divides the logits before sampling; 0 takes the likeliest byte.
         seed: of the sampling; of several prompts the i-th has ``seed + i``, so that equal ones differ.
         stop: a row ends with the first occurrence of this text among its new bytes.
-        prefill_chunk: bytes of a prompt that are computed at once; it bounds the memory, and changes no result.
+        prefill_chunk: bytes of a prompt that are computed at once; it bounds the memory and changes rounding alone.
 
     Returns:
         The prompt and its continuation; bytes that are no UTF-8 appear as U+FFFD. A list for several prompts.

@@ -173,7 +173,8 @@ class Model(nn.Module):
         """What a sublayer makes of its normed read-out [B, T, D]; with ``config.autocast`` in bfloat16."""
         if not self.config.autocast:
             return sublayer(x, *others)
-        with torch.autocast(x.device.type, torch.bfloat16, cache_enabled=False):  # a recorded step repeats the casts
+        device = "cpu" if x.is_meta else x.device.type  # meta has no autocast
+        with torch.autocast(device, torch.bfloat16, cache_enabled=False):  # a recorded step repeats the casts
             return sublayer(x, *others)
 
     def parameter_count(self) -> int:

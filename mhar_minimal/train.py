@@ -312,14 +312,19 @@ def load(path: str | Path, device: str = "cpu") -> Model:
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: it is truncated, or not a checkpoint; or the device cannot be used.
+        ValueError: it is truncated, not a checkpoint, or of a study that kept no weights; or the device cannot be used.
     """
     path = Path(path)
     file = path / CHECKPOINT if path.is_dir() else path
     meta, device = metadata(file), usable_device(device)
     with damaged(file):
-        model = Model(Config(**meta["config"]))
-        model.load_state_dict(model_tensors(load_file(file)))
+        model, tensors = Model(Config(**meta["config"])), model_tensors(load_file(file))
+        if not tensors:
+            raise ValueError(
+                f"checkpoint {file} has no weights; accepted: one with them (a study keeps those of the first seed of "
+                f"every cell, with keep_weights = true)"
+            )
+        model.load_state_dict(tensors)
     return model.to(device)
 
 

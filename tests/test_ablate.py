@@ -204,6 +204,8 @@ def test_every_run_is_that_of_train(here, tmp_path, capsys):
             assert (folder / CHECKPOINT).stat().st_size < 4.5 * model.parameter_count() + 20_000  # no optimizer
         else:
             assert (folder / CHECKPOINT).stat().st_size < 20_000
+            with pytest.raises(ValueError, match=r"has no weights; accepted: one with them .*keep_weights = true"):
+                load(folder)
     seconds = COLUMNS.index("seconds")
     assert [line[:seconds] + line[seconds + 1 :] for line in lines] == wanted
     assert all(float(line[seconds]) > 0 for line in lines if line[COLUMNS.index("step")] != "0")
@@ -501,10 +503,22 @@ def test_workers_share_the_threads_and_have_the_precision(tmp_path, monkeypatch)
     with worker_processes(plan, "cpu") as pool:
         assert pool.submit(torch.get_float32_matmul_precision).result() == "high"
         assert pool.submit(worker_threads).result() == 2
+        assert pool.submit(determinism).result() == (0, None)
+        assert pool.submit(determinism_on_a_gpu).result() == (2, ":4096:8")  # errors, not warnings
 
 
 def worker_threads():
     return torch.get_num_threads()
+
+
+def determinism():
+    return torch.get_deterministic_debug_mode(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+
+
+def determinism_on_a_gpu():
+    package_ablate.take_gpu = lambda *_: None  # there need be none
+    package_ablate.prepare_worker(1, "high", 1, None)
+    return determinism()
 
 
 # The stored plans

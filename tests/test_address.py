@@ -6,14 +6,23 @@ import re
 import shutil
 import subprocess
 import sys
+from html import unescape
 from pathlib import Path
 
+import nbformat
 import pytest
 
 ROOT = Path(__file__).parent.parent
-spec = importlib.util.spec_from_file_location("set_address", ROOT / "notebooks" / "set_address.py")
-set_address = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(set_address)
+
+
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "notebooks" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+build_site, set_address = script("build_site"), script("set_address")
 URL = "https://github.com/someone/course"
 
 
@@ -88,10 +97,28 @@ def test_other_addresses_are_refused_and_change_nothing(url, copy):
 
 
 def test_a_site_replaces_nothing_but_a_site(tmp_path):
-    build = importlib.util.spec_from_file_location("build_site", ROOT / "notebooks" / "build_site.py")
-    module = importlib.util.module_from_spec(build)
-    build.loader.exec_module(module)
     (tmp_path / "thesis.md").write_text("years of work")
     with pytest.raises(FileExistsError, match="is not a site; accepted: a new folder, or an older site"):
-        module.build(tmp_path)
+        build_site.build(tmp_path)
     assert (tmp_path / "thesis.md").read_text() == "years of work"
+
+
+def test_on_a_page_a_picture_has_its_own_words_and_a_slider_is_a_sentence(tmp_path, monkeypatch):
+    def output(kind, data, **metadata):
+        return nbformat.v4.new_output("display_data", {kind: data, "text/plain": "in a terminal"}, metadata=metadata)
+
+    png, (first, last) = "image/png", ('a "quoted" <loss> & more', "the last one")
+    shown = [output("text/html", "a table"), output(png, "AAAA", **{png: {"alt": first}}), output(png, "BBBB")]
+    shown += [output(build_site.WIDGET, {"model_id": "0"}), output(png, "CCCC", **{png: {"alt": last}})]
+    cells = [nbformat.v4.new_markdown_cell("# 09 Pictures"), nbformat.v4.new_code_cell(outputs=shown)]
+    (tmp_path / "beyond").mkdir()
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "beyond" / "09.ipynb")
+    monkeypatch.setattr(build_site, "ROOT", tmp_path)
+    page = build_site.to_page(tmp_path / "beyond" / "09.ipynb")
+    pictures = [dict(re.findall(r'(\w+)="([^"]*)"', tag)) for tag in re.findall("<img.*?>", page, re.DOTALL)]
+    assert [unescape(picture["alt"]) for picture in pictures] == [first, pictures[1]["alt"], last]
+    assert pictures[1]["alt"].startswith("No description")  # no other picture's
+    assert "<loss>" not in page
+    assert "A slider stands here in JupyterLab. It moves the figure above." in page
+    assert "<title>09 Pictures</title>" in page
+    assert 'href="../index.html"' in page

@@ -221,10 +221,11 @@ def test_checkpoints_that_cannot_be_converted_are_refused(place, tmp_path):
 
 def test_a_base_that_is_not_finished_is_refused(place, tmp_path, monkeypatch):
     """A killed run leaves a checkpoint of an earlier step, whose metadata name the steps that were planned."""
-    monkeypatch.setattr(Run, "advance", lambda run: 1 / 0)
+    advance, recipe = Run.advance, replace(RECIPE, checkpoint_every=1)
+    monkeypatch.setattr(Run, "advance", lambda run: advance(run) if run.step < 4 else 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        train(CONFIG, RECIPE, load_corpus(place / "text.txt"), tmp_path / "base", progress=False)
-    with pytest.raises(ValueError, match="is at step 0 of 5; accepted: a finished run"):
+        train(CONFIG, recipe, load_corpus(place / "text.txt"), tmp_path / "base", progress=False)
+    with pytest.raises(ValueError, match="is at step 4 of 5; accepted: a finished run"):
         study(tmp_path, tmp_path / "out", corpus=str(place / "text.txt"))
 
 

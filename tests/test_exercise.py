@@ -49,7 +49,9 @@ def test_anything_else_gets_the_hint(capsys, wrong, start):
         (lambda x: 4.0 if x == 2 else None, "returns nothing, in case 2 of 2"),
         (lambda x: 1 / 0, "raised ZeroDivisionError: division by zero, in case 1 of 2"),
         (lambda x: next(iter(())), "raised StopIteration, in case 1 of 2"),
+        (lambda x: exec("raise ValueError('one\\ntwo')"), "raised ValueError: one, in case 1 of 2"),
         (lambda x: [[x] * 99], "does not give what it should, in case 1 of 2"),
+        (lambda x: torch.Tensor, "gives <class 'torch.Tensor'>, not 4.0, in case 1 of 2"),
     ],
 )
 def test_what_is_wrong_is_said_and_where(capsys, wrong, told):
@@ -68,6 +70,11 @@ def test_tensors_are_compared_with_their_shape(capsys):
     cases = [((3,), torch.ones(3))]
     assert verdict(capsys, lambda n: torch.ones(n, requires_grad=True), cases) == "Correct.\n"
     assert "gives shape (1, 3), not (3,), in case 1 of 1" in verdict(capsys, lambda n: torch.ones(1, n), cases)
+
+
+def test_what_reads_the_same_is_not_told_as_a_difference(capsys):
+    cases = [((1.00004,), torch.tensor([1.5, 1.00001]))]
+    assert "does not give what it should" in verdict(capsys, lambda x: torch.tensor([1.5, x]), cases)
 
 
 def test_words_and_lists_are_compared_exactly(capsys):

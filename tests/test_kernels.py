@@ -361,6 +361,22 @@ def test_a_model_without_gradients_gives_the_same_logits(residual, dtype, name):
         assert torch.equal(made(TOKENS), expected)
 
 
+def test_without_gradients_two_phase_reads_keep_nothing_for_a_backward(monkeypatch):
+    kept, forward = [], two_phase.read_forward
+
+    def watched(grid, constants, *args):
+        kept.append(constants["KEEP"])
+        forward(grid, constants, *args)
+
+    monkeypatch.setattr(two_phase, "read_forward", watched)
+    made = model(small("full", impl="two_phase"))
+    made(TOKENS)
+    with torch.no_grad():
+        made(TOKENS)
+    half = len(kept) // 2
+    assert kept == [True] * half + [False] * half != []
+
+
 @either
 @pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize("residual", RESIDUALS)

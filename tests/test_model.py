@@ -299,6 +299,18 @@ def test_autocast_multiplies_in_bfloat16_and_keeps_the_rest_in_float32(fields):
     assert not torch.is_autocast_enabled("cpu")
 
 
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+@pytest.mark.parametrize("fields", SCHEMES, ids=str)
+def test_autocast_with_a_cache_goes_on_where_the_last_call_ended(fields):
+    model, cache = Model(small(**fields, autocast=True)), no_padding(2)
+    tokens = torch.randint(0, 31, (2, 12))
+    with torch.no_grad():
+        whole = model(tokens)
+        logits = torch.cat([model(piece, cache) for piece in tokens.split((7, 1, 4), dim=1)], dim=1)
+    assert {tensor.dtype for pair in cache.kept.values() for tensor in pair} == {torch.bfloat16}
+    assert (logits - whole).abs().max() < 3e-2 * whole.abs().max()  # pieces that forget: 0.3
+
+
 def test_random_queries_are_numbers_of_their_own_and_follow_the_seed():
     config = small(residual="full", query_init="random")
     queries = [torch.stack(list(Model(config, seed).depth.query)) for seed in (0, 1)]
@@ -307,7 +319,8 @@ def test_random_queries_are_numbers_of_their_own_and_follow_the_seed():
     assert not torch.isin(queries[0].flatten(), drawn).any()
 
 
-@pytest.mark.parametrize("fields", SCHEMES)
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+@pytest.mark.parametrize("fields", [*SCHEMES, dict(autocast=True)])
 def test_a_model_from_meta_is_a_model(fields):
     tokens = torch.randint(0, 31, (2, 12))
     with torch.device("meta"):

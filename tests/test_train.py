@@ -125,6 +125,16 @@ def test_two_steps_are_adamw_by_its_formula():
         torch.testing.assert_close(q, p, rtol=0, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
+def test_a_step_replays_what_was_recorded_with_its_batch_where_the_recording_reads():
+    """What a GPU does, by a stand-in for the graph."""
+    run, read = Run(TINY, RECIPE, corpus(), "cpu"), []
+    places = run.inputs, run.targets
+    run.replay = lambda: (read.append([place.clone() for place in places]), run.differentiate())
+    for step in range(2):
+        run.advance()
+        assert all(map(torch.equal, read[step], batch(run.corpus.train, 4, 16, 3, step)))
+
+
 def test_schemes_at_one_seed_share_trunk_and_batches(monkeypatch):
     seen, starts = {}, {}
 
@@ -365,6 +375,19 @@ def test_other_settings_are_not_resumed(finished, config, recipe, word, error, t
     with pytest.raises(error, match=text):
         quiet(replace(SCHEMES["full"], **config), replace(RECIPE, **recipe), finished, corpus(word), resume=True)
     assert contents(finished) == before
+
+
+def test_a_run_from_before_a_field_was_there_goes_on_with_its_default(tmp_path, monkeypatch):
+    quiet(TINY, RECIPE, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        stop_at(patch, 7, crash)
+        with pytest.raises(Crash):
+            quiet(TINY, RECIPE, tmp_path / "parts")
+    rewritten(tmp_path / "parts" / CHECKPOINT, lambda t, m: m["config"].pop("autocast"))
+    with pytest.raises(ValueError, match=r"config autocast=True, but .* has False"):
+        quiet(replace(TINY, autocast=True), RECIPE, tmp_path / "parts", resume=True)
+    quiet(TINY, RECIPE, tmp_path / "parts", resume=True)
+    assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
 
 def test_a_run_is_not_overwritten(finished, tmp_path):
