@@ -971,7 +971,7 @@ def read(
         [B, T, H].
     """
     sources, tokens = local if newest is None else [*local, newest], tokens_of(like)
-    norm, tt, none = gains is not None, together(tokens), like.new_empty(0)
+    norm, tt = gains is not None, together(tokens)
     readout, normed = (torch.empty_like(like, dtype=stored(like)) if x else None for x in (keep or not norm, norm))
     rest = room_for_rest(readout, like.dtype) if keep else None
     lse = like.new_empty(*like.shape[:-1], heads, dtype=torch.float32) if keep else None
@@ -984,18 +984,19 @@ def read(
             q, gains, early, early_ml, readout, rest, normed, lse, r, tokens, site, nth, eps, norm_eps,
         )  # fmt: skip
     if not keep:
-        return passed_on(ledger), (normed if norm else readout).to(like.dtype), r, none, none.clone(), none.clone()
+        given = (normed if norm else readout).to(like.dtype)
+        return passed_on(ledger), given, r, *(like.new_empty(0) for _ in range(3))
     readout, rest = rounded(readout, rest, like.dtype)
     if norm:
         return passed_on(ledger), normed.to(like.dtype), r, readout, rest, lse
-    return passed_on(ledger), readout, r, none, rest, lse
+    return passed_on(ledger), readout, r, like.new_empty(0), rest, lse
 
 
 @read.fake
 def _(ledger, newest, like, q, gains, early, early_ml, local, site, nth, end, slot, room, heads, eps, norm_eps, keep):
     given, r = torch.empty_like(like), q.new_empty(like.shape[:-1])
     if not keep:
-        return passed_on(ledger), given, r, like.new_empty(0), like.new_empty(0), like.new_empty(0)
+        return passed_on(ledger), given, r, *(like.new_empty(0) for _ in range(3))
     readout = like.new_empty(0) if gains is None else torch.empty_like(like)
     return passed_on(ledger), given, r, readout, fake_rest(like), q.new_empty(*like.shape[:-1], heads)
 

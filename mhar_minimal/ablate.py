@@ -404,9 +404,8 @@ def prepare_worker(threads: int, precision: str, gpus: int, order: Synchronized)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which then ends its workers
     threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
-    warnings.filterwarnings(
-        "ignore", "Mismatch dtype between input and weight"
-    )  # RMSNorm's in autocast: slow, not wrong
+    # What RMSNorm says in autocast: it is slower then, not wrong.
+    warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
     torch.set_float32_matmul_precision(precision)
 
 

@@ -203,10 +203,7 @@ def test_seconds_are_those_of_training_steps(monkeypatch, tmp_path):
 
     for name, seconds in (("batch", 1), ("evaluate", 100), ("save_file", 1000)):
         monkeypatch.setattr(package_train, name, taking(seconds, getattr(package_train, name)))
-    with monkeypatch.context() as patch:
-        stop_at(patch, 7, crash)
-        with pytest.raises(Crash):
-            quiet(TINY, RECIPE, tmp_path)
+    crashed(monkeypatch, 7, TINY, tmp_path)
     _, rows = quiet(TINY, RECIPE, tmp_path, resume=True)
     assert [row.seconds for row in rows] == [0, 3, 6, 9, 11]
 
@@ -236,14 +233,19 @@ def crash():
     raise Crash
 
 
+def crashed(monkeypatch, step, config, folder):
+    """A run that crashes in the step that follows ``step`` finished ones."""
+    with monkeypatch.context() as patch:
+        stop_at(patch, step, crash)
+        with pytest.raises(Crash):
+            quiet(config, RECIPE, folder)
+
+
 @pytest.mark.parametrize("name", SCHEMES)
 def test_a_crash_between_checkpoints_loses_not_a_bit(name, tmp_path, monkeypatch):
     config = SCHEMES[name]
     model, rows = quiet(config, RECIPE, tmp_path / "whole")
-    with monkeypatch.context() as patch:
-        stop_at(patch, 7, crash)
-        with pytest.raises(Crash):
-            quiet(config, RECIPE, tmp_path / "parts")
+    crashed(monkeypatch, 7, config, tmp_path / "parts")
     assert metadata(tmp_path / "parts" / CHECKPOINT)["step"] == 4
     assert [row[0] for row in table(tmp_path / "parts")] == ["0", "3", "6"]  # 6 is to be dropped, and to come again
     resumed, more = quiet(config, RECIPE, tmp_path / "parts", resume=True)
@@ -254,10 +256,7 @@ def test_a_crash_between_checkpoints_loses_not_a_bit(name, tmp_path, monkeypatch
 
 def test_a_crash_before_the_first_checkpoint_or_after_the_last(tmp_path, monkeypatch):
     quiet(TINY, RECIPE, tmp_path / "whole")
-    with monkeypatch.context() as patch:
-        stop_at(patch, 0, crash)
-        with pytest.raises(Crash):
-            quiet(TINY, RECIPE, tmp_path / "parts")
+    crashed(monkeypatch, 0, TINY, tmp_path / "parts")
     (tmp_path / "parts" / HISTORY).unlink()  # the checkpoint knows it
     quiet(TINY, RECIPE, tmp_path / "parts", resume=True)
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
@@ -379,10 +378,7 @@ def test_other_settings_are_not_resumed(finished, config, recipe, word, error, t
 
 def test_a_run_from_before_a_field_was_there_goes_on_with_its_default(tmp_path, monkeypatch):
     quiet(TINY, RECIPE, tmp_path / "whole")
-    with monkeypatch.context() as patch:
-        stop_at(patch, 7, crash)
-        with pytest.raises(Crash):
-            quiet(TINY, RECIPE, tmp_path / "parts")
+    crashed(monkeypatch, 7, TINY, tmp_path / "parts")
     rewritten(tmp_path / "parts" / CHECKPOINT, lambda t, m: m["config"].pop("autocast"))
     with pytest.raises(ValueError, match=r"config autocast=True, but .* has False"):
         quiet(replace(TINY, autocast=True), RECIPE, tmp_path / "parts", resume=True)
