@@ -24,7 +24,6 @@ import sys
 import threading
 import time
 import tomllib
-import warnings
 from collections import defaultdict, namedtuple
 from collections.abc import Collection, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -404,8 +403,6 @@ def prepare_worker(threads: int, precision: str, gpus: int, order: Synchronized)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which then ends its workers
     threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
-    # What RMSNorm says in autocast: it is slower then, not wrong.
-    warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
     torch.set_float32_matmul_precision(precision)
 
 

@@ -67,14 +67,17 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.eps)
 
     def forward(self, x: Tensor, rotation: Tensor, cache: Cache | None = None) -> Tensor:
-        """[B, T, D] to [B, T, D]; ``rotation`` is that of `rope`, [2, T, head_dim/2], or [2, B, T, head_dim/2]."""
+        """[B, T, D] to [B, T, D]; ``rotation`` is that of `rope`, [2, T, head_dim], or [2, B, T, head_dim]."""
         rotation = rotation.unsqueeze(-3)  # the same for all heads
 
         def heads(y: Tensor) -> Tensor:
             return y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, heads, T, head_dim]
 
-        q = rotate(self.q_norm(heads(self.q(x))), rotation)
-        k = rotate(self.k_norm(heads(self.k(x))), rotation)
+        def normed_and_rotated(y: Tensor, norm: nn.RMSNorm) -> Tensor:
+            return rotate(norm(heads(y).to(norm.weight.dtype)), rotation).to(y.dtype)  # float32 within autocast
+
+        q = normed_and_rotated(self.q(x), self.q_norm)
+        k = normed_and_rotated(self.k(x), self.k_norm)
         v, mask = heads(self.v(x)), None
         if cache is not None:
             (k, v), mask = cache.extend(self, k, v), cache.mask
@@ -183,14 +186,17 @@ class Model(nn.Module):
 
 
 def rope(context: int, head_dim: int, theta: float) -> Tensor:
-    """Cosines and sines of rotary positions (arXiv:2104.09864), float32, [2, context, head_dim/2]."""
+    """What `rotate` turns by, float32, [2, context, head_dim]: rotary positions (arXiv:2104.09864).
+
+    A position's cosines, twice over, and its sines, first with a minus.
+    """
     frequency = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     angle = torch.outer(torch.arange(context, dtype=torch.float32), frequency)
-    return torch.stack((angle.cos(), angle.sin()))
+    cos, sin = angle.cos(), angle.sin()
+    return torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)))
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     """Turn channel pairs (i, i + head_dim/2) of ``x`` [..., T, head_dim] by each position's angles."""
     cos, sin = rotation.to(x.dtype)
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin

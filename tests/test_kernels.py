@@ -444,7 +444,6 @@ def test_a_whole_forward_pass_checkpointed(residual, name):
 
 @either
 @pytest.mark.parametrize("residual", RESIDUALS)
-@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # attention's own norms
 def test_autocast(residual, name):
     """Sublayers write bfloat16; sources stay in the embedding's dtype, as far from float64 as eager's."""
     config = small(residual)

@@ -281,7 +281,6 @@ def test_float64_and_bfloat16_forward(fields):
     assert (half.double() - exact).norm() / exact.norm() < 0.05  # measured 0.01
 
 
-@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 @pytest.mark.parametrize("fields", SCHEMES)
 def test_autocast_multiplies_in_bfloat16_and_keeps_the_rest_in_float32(fields):
     exact, model = Model(small(**fields)), Model(small(**fields, autocast=True))
@@ -299,7 +298,6 @@ def test_autocast_multiplies_in_bfloat16_and_keeps_the_rest_in_float32(fields):
     assert not torch.is_autocast_enabled("cpu")
 
 
-@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 @pytest.mark.parametrize("fields", SCHEMES, ids=str)
 def test_autocast_with_a_cache_goes_on_where_the_last_call_ended(fields):
     model, cache = Model(small(**fields, autocast=True)), no_padding(2)
@@ -319,7 +317,6 @@ def test_random_queries_are_numbers_of_their_own_and_follow_the_seed():
     assert not torch.isin(queries[0].flatten(), drawn).any()
 
 
-@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 @pytest.mark.parametrize("fields", [*SCHEMES, dict(autocast=True)])
 def test_a_model_from_meta_is_a_model(fields):
     tokens = torch.randint(0, 31, (2, 12))
