@@ -236,6 +236,7 @@ def parser() -> argparse.ArgumentParser:
     option("--eval-every", type=int, default=Recipe.eval_every, help="steps between evaluations")
     option("--eval-windows", type=int, default=Recipe.eval_windows, help="windows of validation text")
     option("--checkpoint-every", type=int, default=Recipe.checkpoint_every, help="steps between checkpoints")
+    option("--floor", type=float, default=Recipe.floor, help="share of --lr that the last step has")
     option("--out", default="runs/train", help="folder of the run: checkpoint and history")
     option("--resume", action="store_true", help="continue the run in that folder")
 

@@ -6,6 +6,8 @@ The plan says why and what: see `Plan`. A study's folder holds
 - ``results.csv``: a line per evaluation of every finished run, in the plan's order whatever the order of the runs.
 - ``timing.csv``: seconds of one training step, each model measured alone on the machine after the runs; those in
   results.csv were measured while up to ``at_once`` runs shared it.
+- ``probes.csv``: what `mhar_minimal.probe.findings` sees in the model of a cell's first seed, on 16 windows spread
+  over the validation text; of the cells with softmax over depth.
 - ``study.json``: the plan's SHA-256, the corpora, and of every session the command, machine, versions, git revision
   and seconds (null after a kill).
 - ``runs/``: the runs. A finished one keeps its history and metadata, without its weights unless the plan wants them.
@@ -42,7 +44,9 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from mhar_minimal.config import Config, preset
-from mhar_minimal.data import load_corpus
+from mhar_minimal.data import Corpus, load_corpus, windows
+from mhar_minimal.model import Model
+from mhar_minimal.probe import Finding, findings
 from mhar_minimal.train import (
     CHECKPOINT,
     REMEDY,
@@ -64,6 +68,7 @@ CELL = (*MODEL, "corpus", "lr", "steps")  # what may differ between the cells of
 Cell = namedtuple("Cell", CELL)
 CONFIG_FIELDS, RECIPE_FIELDS = ([field.name for field in fields(kind)] for kind in (Config, Recipe))
 WARM_UP, TIMED = 5, 20  # steps
+PROBED = 16  # windows of the validation text
 KINDS = {str: "a text", int: "an integer of at least 1", dict: "a table", bool: "true or false"}
 
 
@@ -300,15 +305,15 @@ def train_all(
     pool: ProcessPoolExecutor, plan: Plan, grids: list[str], folders: dict[Trial, Path], device: str
 ) -> list[str]:
     """Do the runs of some grids, all cells of a seed before the next seed; return the names of those that failed."""
-    wanted = {}  # trial: whether its weights are kept
+    wanted = {}  # trial: whether it has the first seed of its cell
     for grid in grids:
         seeds = plan.grids[grid]["seeds"]
         for trial in sorted(plan.trials(grid), key=lambda trial: seeds.index(trial.recipe.seed)):
-            wanted.setdefault(trial, plan.keep_weights and trial.recipe.seed == seeds[0])
+            wanted.setdefault(trial, trial.recipe.seed == seeds[0])
     futures, failed = {}, []
-    for trial, keep in wanted.items():
-        if not finished(folders[trial]):
-            futures[pool.submit(carry_out, trial, folders[trial], device, keep)] = folders[trial].name
+    for trial, first in wanted.items():
+        if not carried_out(folders[trial]):
+            futures[pool.submit(carry_out, trial, folders[trial], device, plan, first)] = folders[trial].name
     with tqdm(total=len(wanted), initial=len(wanted) - len(futures), unit="run") as bar:
         for future in as_completed(futures):
             error = future.exception()
@@ -347,6 +352,13 @@ def write_results(plan: Plan, folders: dict[Trial, Path], out: Path) -> None:
                 rows += [about + row for row in metadata(folders[trial] / CHECKPOINT)["rows"]]
     with written_whole(out / "results.csv") as file:
         write_rows(file, rows, "w")
+    probes = [[*CELL, "seed", *Finding._fields]]
+    for trial, folder in folders.items():
+        if finished(folder):
+            about = [*trial.cell, trial.recipe.seed]
+            probes += [about + finding for finding in metadata(folder / CHECKPOINT).get("probes", [])]
+    with written_whole(out / "probes.csv") as file:
+        write_rows(file, probes, "w")
 
 
 def read_study(out: Path) -> dict[str, dict[Cell, dict[int, list[Row]]]]:
@@ -375,6 +387,21 @@ def read_study(out: Path) -> dict[str, dict[Cell, dict[int, list[Row]]]]:
             row = row._replace(seconds=row.step * timing[model])
             study[line["grid"]][cell][int(line["seed"])].append(row)
     return {grid: {cell: dict(seeds) for cell, seeds in cells.items()} for grid, cells in study.items()}
+
+
+def read_probes(out: Path) -> dict[Cell, list[Finding]]:
+    """What `ablate` has written of the models it probed, by cell.
+
+    Raises:
+        FileNotFoundError: the study has no probes.csv.
+    """
+    probes = defaultdict(list)
+    with open(out / "probes.csv", newline="") as file:
+        for line in csv.DictReader(file):
+            at = (int(line[name]) if line[name] else None for name in ("site", "head"))
+            cell = Cell(*(parsed(name, line[name]) for name in CELL))
+            probes[cell].append(Finding(line["probe"], *at, float(line["value"])))
+    return dict(probes)
 
 
 def parsed(name: str, text: str) -> str | int | float | None:
@@ -419,20 +446,42 @@ def end_with_parent() -> None:
     os._exit(1)
 
 
-def carry_out(trial: Trial, folder: Path, device: str, keep_weights: bool) -> None:
+def carry_out(trial: Trial, folder: Path, device: str, plan: Plan, first: bool) -> None:
     resume = (folder / CHECKPOINT).exists()
     corpus = cached_corpus(trial.corpus)
-    train(trial.config, trial.recipe, corpus, folder, device, progress=False, resume=resume)
-    lighten(folder / CHECKPOINT, keep_weights)
+    model, _ = train(trial.config, trial.recipe, corpus, folder, device, progress=False, resume=resume)
+    probes = probed(model, corpus) if first and trial.config.routed and trial.config.mixing == "softmax" else []
+    lighten(folder / CHECKPOINT, plan.keep_weights and first, probes)
 
 
-def lighten(file: Path, keep_weights: bool) -> None:
+def probed(model: Model, corpus: Corpus) -> list[Finding]:
+    """What the probes see in a model, in eager PyTorch and IEEE float32 whatever it was trained in."""
+    eager = Model(replace(model.config, impl="eager"))
+    eager.load_state_dict(model.state_dict())
+    device, precision = model.embedding.weight.device, torch.get_float32_matmul_precision()
+    inputs, targets = (side.to(device) for side in windows(corpus.val, PROBED, model.config.context))
+    torch.set_float32_matmul_precision("highest")
+    try:
+        return findings(eager.to(device), inputs, targets)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+def carried_out(folder: Path) -> bool:
+    """Whether a run is finished and its checkpoint lightened."""
+    if not finished(folder):
+        return False
+    with safe_open(folder / CHECKPOINT, "pt") as checkpoint:
+        return not any(name.startswith("exp_avg.") for name in checkpoint.keys())  # noqa: SIM118
+
+
+def lighten(file: Path, keep_weights: bool, probes: list[Finding]) -> None:
     """Drop from a finished run's checkpoint what only resuming needs, and the weights too unless they are kept.
 
-    And its peak memory, which is that of a process that has trained other runs before.
+    And its peak memory, which is that of a process that has trained other runs before. Add what the probes found.
     """
     with safe_open(file, "pt") as checkpoint:
-        meta = checkpoint.metadata() | {"peak_memory": "null"}
+        meta = checkpoint.metadata() | {"peak_memory": "null", "probes": json.dumps(probes)}
         names = [name for name in checkpoint.keys() if keep_weights and name.startswith("model.")]  # noqa: SIM118
         tensors = {name: checkpoint.get_tensor(name).clone() for name in names}  # the file is about to be replaced
     with written_whole(file) as part:

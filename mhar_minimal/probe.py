@@ -5,9 +5,11 @@ pass. Both are gone when a function returns. No model is changed, and its mode, 
 they were.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +17,8 @@ from torch import Tensor, nn
 
 from mhar_minimal.model import Model
 from mhar_minimal.route import route
+
+SLICES = 4  # of the disagreement that `findings` reports
 
 
 @dataclass
@@ -224,6 +228,51 @@ def causal_check(
     everywhere = torch.tensor([loss(h, sites) for h in heads], dtype=torch.float64)
     alone = torch.tensor([[loss(h, (s,)) for h in heads] for s in sites], dtype=torch.float64)
     return whole, everywhere - whole, alone - whole
+
+
+class Finding(NamedTuple):
+    """One number that a probe found in a model: of a site and a head, or, where they are None, of all."""
+
+    probe: str
+    site: int | None
+    head: int | None
+    value: float
+
+
+def findings(model: Model, inputs: Tensor, targets: Tensor) -> list[Finding]:
+    """The probes of this file for one model, as `mhar_minimal.ablate` stores them.
+
+    - ``loss``: nats per token.
+    - ``slice disagreement`` and ``slice disagreement, random queries``: for one head, with four slices, in nats.
+    - ``entropy``: by site and head, over log N, so that 1 is the plain mean; the first site, with one source, has none.
+    - ``deviation``: by site and head, half the sum over sources of `head_deviation` without its sign: the share of
+      weight that lies elsewhere than in the heads' mean.
+    - ``causal mean`` and ``causal uniform``: by head, and by site and head, the rise of the loss in `causal_check`.
+
+    Args:
+        model: full or block, with impl="eager" and mixing="softmax".
+        inputs: [B, T], int64.
+        targets: [B, T], int64.
+
+    Raises:
+        ValueError: a model that keeps no depth weights.
+    """
+    weights = _present(trace(model, inputs).weights)
+    found, heads = [], range(model.config.heads)
+    if model.config.heads == 1 and model.config.dim % SLICES == 0:
+        names = "slice disagreement", "slice disagreement, random queries"
+        found += [Finding(name, None, None, x) for name, x in zip(names, slice_disagreement(model, inputs, SLICES))]
+    deviation = head_deviation(weights).nan_to_num().abs().sum(-1) / 2  # [H, sites]
+    for site in range(1, len(weights)):
+        flatness = entropy(weights[site]) / math.log(len(weights[site]))
+        found += [Finding("entropy", site, head, flatness[head].item()) for head in heads]
+        found += [Finding("deviation", site, head, deviation[head, site].item()) for head in heads]
+    for replacement in ("mean", "uniform"):
+        loss, everywhere, alone = causal_check(model, inputs, targets, replacement)
+        found += [Finding(f"causal {replacement}", None, head, everywhere[head].item()) for head in heads]
+        for site, rises in enumerate(alone.tolist()):
+            found += [Finding(f"causal {replacement}", site, head, rise) for head, rise in enumerate(rises)]
+    return [Finding("loss", None, None, loss), *found]
 
 
 @contextmanager

@@ -31,7 +31,6 @@ from mhar_minimal.data import Corpus, batch, windows
 from mhar_minimal.model import Model
 
 BETAS, ADAM_EPS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 1e-8, 0.1, 1.0
-FLOOR = 0.1  # of the peak learning rate, at the last step
 REMEDY = "accepted: the same, another folder (--out), or this one deleted"
 CHECKPOINT, HISTORY = "checkpoint.safetensors", "history.csv"
 
@@ -51,16 +50,20 @@ class Recipe:
     eval_every: int = 50  # steps
     eval_windows: int = 64  # windows of validation text
     checkpoint_every: int = 100  # steps
+    floor: float = 0.1  # of the peak learning rate, at the last step
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             least = 0 if name == "seed" else 1
             if name == "seed" and isinstance(value, int) and value >= 2**32:
                 raise ValueError(f"seed={value}; accepted: up to {2**32 - 1}")
-            if name != "lr" and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+            whole = name not in ("lr", "floor")
+            if whole and (not isinstance(value, int) or isinstance(value, bool) or value < least):
                 raise ValueError(f"{name}={value!r}; accepted: an integer of at least {least}")
         if not (isinstance(self.lr, int | float) and 0 < self.lr < math.inf):
             raise ValueError(f"lr={self.lr!r}; accepted: a finite number above 0")
+        if not (isinstance(self.floor, int | float) and 0 <= self.floor <= 1):
+            raise ValueError(f"floor={self.floor!r}; accepted: a number from 0 to 1")
 
 
 class Row(NamedTuple):
@@ -76,13 +79,14 @@ class Row(NamedTuple):
 def schedule(step: int, recipe: Recipe) -> float:
     """The share of the peak learning rate for step 0 ≤ ``step`` < steps.
 
-    Linear to 1 over the first 5 % of the steps, then a cosine that ends at 0.1 on the last step.
+    Linear to 1 over the first 5 % of the steps, then a cosine that ends at ``recipe.floor`` on the last step.
     """
     warmup = math.ceil(recipe.steps / 20)
     n = step + 1  # the first step already moves
     if n <= warmup:
         return n / warmup
-    return FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * (n - warmup) / (recipe.steps - warmup))) / 2
+    cosine = (1 + math.cos(math.pi * (n - warmup) / (recipe.steps - warmup))) / 2
+    return recipe.floor + (1 - recipe.floor) * cosine
 
 
 def parameter_groups(model: Model) -> list[dict]:
@@ -393,7 +397,7 @@ def check_run(folder: Path, config: Config, recipe: Recipe, corpus: Corpus, devi
 def check_settings(saved: dict, wanted: dict[str, dict], folder: Path) -> None:
     """Raise ValueError, naming the first setting in which a checkpoint's metadata differ from those wanted.
 
-    A checkpoint older than a field of `Config` was made by what is now the field's default.
+    A checkpoint older than a field of `Config` or `Recipe` was made by what is now the field's default.
     """
     for part, values in wanted.items():
         if part == "corpus":  # its name is for the reader: the same text may lie under another
@@ -401,7 +405,7 @@ def check_settings(saved: dict, wanted: dict[str, dict], folder: Path) -> None:
             if values["sha256"] != saved[part]["sha256"]:
                 raise ValueError(f"corpus={texts[0]}, but the run in {folder} has {texts[1]}; {REMEDY}")
             continue
-        had = (asdict(Config()) if part == "config" else {}) | saved[part]
+        had = {"config": asdict(Config()), "recipe": asdict(Recipe())}.get(part, {}) | saved[part]
         for name, value in values.items():
             if had.get(name) != value:
                 raise ValueError(f"{part} {name}={value!r}, but the run in {folder} has {had.get(name)!r}; {REMEDY}")

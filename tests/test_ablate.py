@@ -13,7 +13,7 @@ import threading
 import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -24,9 +24,10 @@ import mhar_minimal.ablate as package_ablate
 import mhar_minimal.train as package_train
 from mhar_minimal import Config, Model
 from mhar_minimal.__main__ import main
-from mhar_minimal.ablate import Cell, Trial, read_plan, read_study, step_seconds, worker_processes
+from mhar_minimal.ablate import Cell, Trial, read_plan, read_probes, read_study, step_seconds, worker_processes
 from mhar_minimal.config import MIXINGS
-from mhar_minimal.data import load_corpus
+from mhar_minimal.data import load_corpus, windows
+from mhar_minimal.probe import findings
 from mhar_minimal.train import CHECKPOINT, HISTORY, Recipe, evaluate, finished, load, metadata, train
 
 RESULTS = Path(__file__).parent.parent / "notebooks" / "results"
@@ -373,6 +374,57 @@ def test_what_is_read_back_is_what_was_trained(here, tmp_path):
         read_study(out)
 
 
+def test_the_first_seeds_of_routed_cells_are_probed(here, tmp_path):
+    out, corpus = tmp_path / "out", load_corpus(tmp_path / "text.txt")
+    cells = [*MAIN, {"residual": "block", "block_size": 3}, {"residual": "full", "mixing": "window"}]
+    assert main(command(written(tmp_path, grids=grid(cells, [1, 0]), keep_weights=True), out)) == 0
+    inputs, targets = windows(corpus.val, 16, TINY["context"])
+    wanted = {}
+    for trial in read_plan(out / "plan.toml").trials("main"):
+        if trial.recipe.seed == 1 and trial.config.routed and trial.config.mixing == "softmax":
+            model, _ = train(trial.config, trial.recipe, corpus, progress=False)
+            wanted[trial.cell] = findings(model, inputs, targets)
+    assert len(wanted) == 3
+    assert read_probes(out) == wanted
+    with open(out / "probes.csv", newline="") as file:
+        assert {line["seed"] for line in csv.DictReader(file)} == {"1"}
+
+
+def test_models_of_the_kernels_are_probed_in_eager_and_in_ieee_arithmetic(tmp_path, monkeypatch):
+    corpus, config = load_corpus(tmp_path / "text.txt"), Config(**TINY, residual="full", heads=4, query_init="random")
+    model, seen = Model(replace(config, impl="two_phase"), 3), []
+
+    def watch(*arguments):
+        seen.append(torch.get_float32_matmul_precision())
+        return findings(*arguments)
+
+    monkeypatch.setattr(package_ablate, "findings", watch)
+    torch.set_float32_matmul_precision("high")
+    try:
+        found = package_ablate.probed(model, corpus)
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert seen == ["highest"]
+    assert found == findings(Model(config, 3), *windows(corpus.val, 16, 16))
+    assert model.config.impl == "two_phase"
+
+
+def test_a_run_killed_between_its_last_step_and_its_probes_gets_them(here, tmp_path, monkeypatch):
+    file, out = written(tmp_path, grids=grid(MAIN[1:])), tmp_path / "out"
+
+    def killed(*_):
+        raise OSError("pulled the plug")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(package_ablate, "lighten", killed)
+        assert main(command(file, out)) == 2
+    heavy = [path.stat().st_size for path in sorted(out.rglob(CHECKPOINT))]
+    assert main(command(file, out)) == 0
+    assert all(path.stat().st_size < size / 2 for path, size in zip(sorted(out.rglob(CHECKPOINT)), heavy, strict=True))
+    assert len(read_probes(out)) == len(heavy) == 2
+
+
 # Other plans, and runs that fail
 
 
@@ -589,7 +641,7 @@ def test_the_shipped_models_are_those_of_their_plan():
         file = folder / f"full-{trial.config.heads}.safetensors"
         assert load(file).config == trial.config
         meta, rows = metadata(file), read_study(folder)["main"][trial.cell][trial.recipe.seed]
-        assert meta["recipe"] == asdict(trial.recipe)
+        assert Recipe(**meta["recipe"]) == trial.recipe
         assert meta["rows"][-1][-1] == rows[-1].val_loss
         assert evaluate(load(file), text[:, :-1], text[:, 1:]) == pytest.approx(rows[-1].val_loss, abs=1e-4)
     assert sum(file.stat().st_size for file in folder.iterdir()) < 3e6

@@ -35,7 +35,7 @@ def options(text, folder, *more):
     return ["--corpus", str(text), "--out", str(folder), "--batch-size", "2", *more]
 
 
-SHORT = ["--steps", "3", "--eval-every", "2", "--eval-windows", "2", "--checkpoint-every", "2"]
+SHORT = ["--steps", "3", "--eval-every", "2", "--eval-windows", "2", "--checkpoint-every", "2", "--floor", "0.25"]
 
 
 def test_train_resume_and_generate(text, tmp_path, capsys):
@@ -45,7 +45,7 @@ def test_train_resume_and_generate(text, tmp_path, capsys):
     assert main(arguments) == 0
     meta = metadata(folder / CHECKPOINT)
     assert {"residual": "block", "block_size": 3, "heads": 2, "query_init": "random"}.items() <= meta["config"].items()
-    wanted = Recipe(3, 2, 0.002, 7, 2, 2, 2)
+    wanted = Recipe(3, 2, 0.002, 7, 2, 2, 2, 0.25)
     assert Recipe(**meta["recipe"]) == wanted
     assert [row.split(",")[0] for row in (folder / HISTORY).read_text().splitlines()] == ["step", "0", "2", "3"]
     out = capsys.readouterr()
@@ -164,6 +164,7 @@ DEFAULTS = {
         "--eval-every": Recipe.eval_every,
         "--eval-windows": Recipe.eval_windows,
         "--checkpoint-every": Recipe.checkpoint_every,
+        "--floor": Recipe.floor,
         "--out": "runs/train",
         "--resume": False,
     },

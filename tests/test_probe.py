@@ -3,6 +3,7 @@
 import gc
 import math
 import weakref
+from itertools import product
 
 import numpy as np
 import pytest
@@ -402,3 +403,33 @@ def test_the_causal_check_leaves_the_model_as_it_was_and_refuses_the_rest():
     for fields in ({"residual": "hyper"}, {"residual": "full", "impl": "fused"}):
         with pytest.raises(ValueError, match=r"residual=.*; accepted: full or block, eager"):
             probe.causal_check(Model(preset("tiny", **SMALL, **fields)), tokens, tokens)
+
+
+@pytest.mark.parametrize("name", ["full-1", "full-4", "block-4"])
+def test_findings_are_those_of_the_probes(name):
+    model = model_of(name)
+    tokens, targets = tokens_of(), tokens_of(3)
+    found = {(f.probe, f.site, f.head): f.value for f in probe.findings(model, tokens, targets)}
+    weights, heads = probe.trace(model, tokens).weights, range(model.config.heads)
+    sites = range(len(weights))
+    wanted = {}
+    mean = [w.mean((1, 2)) for w in weights]  # [N, H]
+    for s, h in product(sites, heads):
+        if s:
+            wanted["entropy", s, h] = scipy_entropy(weights[s][..., h]).mean() / math.log(len(weights[s]))
+            wanted["deviation", s, h] = (mean[s][:, h] - mean[s].mean(1)).abs().sum().item() / 2
+    for replacement in ("mean", "uniform"):
+        whole, everywhere, alone = probe.causal_check(model, tokens, targets, replacement)
+        wanted |= {(f"causal {replacement}", None, h): everywhere[h].item() for h in heads}
+        wanted |= {(f"causal {replacement}", s, h): alone[s, h].item() for s, h in product(sites, heads)}
+    wanted["loss", None, None] = whole
+    if model.config.heads == 1:
+        own, random = probe.slice_disagreement(model, tokens, 4)
+        wanted["slice disagreement", None, None] = own
+        wanted["slice disagreement, random queries", None, None] = random
+    assert found == pytest.approx(wanted, abs=1e-6)  # heatmap is float32
+
+
+def test_findings_need_depth_weights():
+    with pytest.raises(ValueError, match="weights=None; accepted: those of a full or block model"):
+        probe.findings(model_of("standard"), tokens_of(), tokens_of(3))

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -84,6 +84,8 @@ def test_schedule_by_hand():
     assert [schedule(s, r) for s in (0, 1, 2)] == pytest.approx([1 / 3, 2 / 3, 1], abs=1e-12)
     assert schedule(21, r) == pytest.approx(0.55, abs=1e-12)  # halfway down, (41 - 3) / 2 steps after the peak
     assert schedule(40, r) == pytest.approx(0.1, abs=1e-12)
+    to_zero = Recipe(steps=41, floor=0.0)
+    assert [schedule(s, to_zero) for s in (2, 21, 40)] == pytest.approx([1, 0.5, 0], abs=1e-12)
     assert schedule(19, Recipe(steps=400)) == 1 > schedule(18, Recipe(steps=400))  # exactly 5 %
     assert schedule(0, Recipe(steps=1)) == 1
 
@@ -491,6 +493,10 @@ def test_a_gradient_that_is_not_finite_stops_the_run(tmp_path, monkeypatch):
         ("lr", math.nan),
         ("lr", math.inf),
         ("lr", "1"),
+        ("floor", -0.1),
+        ("floor", 1.1),
+        ("floor", math.nan),
+        ("floor", "0"),
     ],
 )
 def test_recipe_names_the_field_and_the_value(field, value):
@@ -518,6 +524,16 @@ def test_check_settings_names_the_first_difference():
     check_settings({"recipe": {"lr": 1, "steps": 2}}, {"recipe": {"lr": 1}}, Path("runs"))
     with pytest.raises(ValueError, match="recipe lr=2, but the run in runs has 1; accepted: the same, another folder"):
         check_settings({"recipe": {"lr": 1}}, {"recipe": {"lr": 2}}, Path("runs"))
+
+
+@pytest.mark.parametrize(("part", "field"), [("config", "autocast"), ("recipe", "floor")])
+def test_a_checkpoint_older_than_a_field_has_its_default(part, field):
+    wanted = {"config": asdict(TINY), "recipe": asdict(RECIPE)}
+    saved = {name: dict(values) for name, values in wanted.items()}
+    del saved[part][field]
+    check_settings(saved, wanted, Path("runs"))
+    with pytest.raises(ValueError, match=f"{part} {field}=0.5, but the run in runs has "):
+        check_settings(saved, {part: wanted[part] | {field: 0.5}}, Path("runs"))
 
 
 def test_validation_is_the_validation_text():

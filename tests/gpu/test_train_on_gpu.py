@@ -7,7 +7,7 @@ import pytest
 
 import mhar_minimal.train as package_train
 from mhar_minimal import Model
-from mhar_minimal.ablate import ablate
+from mhar_minimal.ablate import ablate, read_probes
 from mhar_minimal.config import MIXINGS, Config
 from mhar_minimal.convert import convert
 from mhar_minimal.data import encode, load_corpus
@@ -141,8 +141,9 @@ def test_a_cell_and_a_seed_make_the_same_numbers(autocast, corpus, tmp_path):
     def numbers(folder):
         ablate(tmp_path / "plan.toml", tmp_path / folder, "cuda", None, {"machine": {}})
         with open(tmp_path / folder / "results.csv", newline="") as file:
-            return [line | {"seconds": None} for line in csv.DictReader(file)]
+            return [line | {"seconds": None} for line in csv.DictReader(file)], read_probes(tmp_path / folder)
 
     first = numbers("first")
     assert first == numbers("second")
-    assert len({line["val_loss"] for line in first}) > 8  # every cell has learnt its own
+    assert len({line["val_loss"] for line in first[0]}) > 8  # every cell has learnt its own
+    assert len(first[1]) == 4  # of the routed cells with softmax
