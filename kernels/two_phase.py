@@ -701,7 +701,7 @@ def block_constants(dtype: torch.dtype, dim: int, heads: int, block: int) -> dic
     """The compile-time constants of the block kernels for blocks of up to ``block`` sites or sources."""
     width = dim // heads
     padded, tail = max(16, triton.next_power_of_2(width)), 0
-    if padded > 256:
+    if padded > (128 if dtype == torch.float32 else 256):  # or numbers of the backward spill into memory
         padded = 128
     elif 16 < width < padded and triton.next_power_of_2(width - padded // 2) < padded // 2:
         padded, tail = padded // 2, max(16, triton.next_power_of_2(width - padded // 2))
