@@ -34,8 +34,9 @@ gpu: .venv/installed  ## what only a CUDA machine can test; not part of test
 
 store: .venv/installed  ## run every notebook from a clean kernel and store its outputs
 	$(BIN)/jupyter nbconvert --to notebook --inplace --execute --ExecutePreprocessor.record_timing=False \
-		--ExecutePreprocessor.timeout=240 --CoalesceStreamsPreprocessor.enabled=True \
-		notebooks/0*.ipynb notebooks/beyond/0*.ipynb
+		--ExecutePreprocessor.timeout=240 notebooks/0*.ipynb notebooks/beyond/0*.ipynb
+	$(BIN)/jupyter nbconvert --to notebook --inplace --CoalesceStreamsPreprocessor.enabled=True \
+		notebooks/0*.ipynb notebooks/beyond/0*.ipynb  # within one command it would come before there is an output
 
 site: .venv/installed  ## the notebooks as web pages, as they are stored
 	$(BIN)/python notebooks/build_site.py site

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 
 import mhar_minimal.cpt as package_cpt
-from mhar_minimal import Config
+from mhar_minimal import Config, Model
+from mhar_minimal.ablate import read_plan, read_study
 from mhar_minimal.convert import convert
 from mhar_minimal.cpt import check_step_0, cpt, items, read_cpt
 from mhar_minimal.data import batch, load_corpus, windows
@@ -20,6 +21,7 @@ from mhar_minimal.train import CHECKPOINT, Recipe, Run, evaluate, load, schedule
 CONFIG = Config(dim=16, layers=2, attn_heads=2, kv_heads=1, ffn=32, context=16)
 RECIPE = Recipe(steps=5, batch_size=4, lr=0.01, eval_every=2, eval_windows=6)
 STEPS, SITES, SEEDS = [0, 2, 4, 5], 4, [3, 8]
+RESULTS = Path(__file__).parent.parent / "notebooks" / "results"
 SESSION = {"command": "python -m mhar_minimal cpt", "machine": {"system": "test"}, "git": None}
 
 
@@ -236,3 +238,48 @@ def test_a_folder_with_anything_in_it_is_refused(place, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
     with pytest.raises(FileExistsError):
         study(place, place / "study")
+
+
+@pytest.mark.parametrize(
+    ("name", "base", "changes", "lr", "seeds", "heads"),
+    [
+        ("cpt_cpu", "base", dict(steps=400, eval_every=50), 3e-3, [0, 1, 2, 3, 4], 4),
+        ("cpt_h200", "base_h200", dict(steps=300, eval_every=25), 9e-4, [0, 1, 2], 8),
+    ],
+)
+def test_a_stored_study_is_whole_and_starts_from_the_base_it_names(name, base, changes, lr, seeds, heads):
+    found, recipe = read_cpt(RESULTS / name), Recipe(batch_size=16, lr=lr, eval_windows=256, **changes)
+    about, steps = found.about, list(range(0, recipe.steps + 1, recipe.eval_every))
+    assert (about["seeds"], about["block_size"], about["heads"]) == (seeds, 4, heads)
+    assert Recipe(**about["recipe"]) == recipe
+    for seed in seeds:
+        plain, mhar = found.rows["plain"][seed], found.rows["mhar"][seed]
+        assert [row.step for row in plain] == [row.step for row in mhar] == list(found.gates[seed]) == steps
+        assert plain[0][3:] == mhar[0][3:]  # both losses, to the last bit
+        assert plain[0].val_loss == found.rows["plain"][seeds[0]][0].val_loss  # one base
+        assert not any(found.gates[seed][0])
+        assert all(found.gates[seed][steps[-1]])
+    assert {arm: list(of) for arm, of in found.items.items()} == {"base": [None], "plain": seeds, "mhar": seeds}
+    for arm, of in found.items.items():
+        for seed, judged in of.items():
+            assert [item.window for item in judged] == list(range(256))
+            row = found.rows["plain"][seeds[0]][0] if arm == "base" else found.rows[arm][seed][-1]
+            assert math.fsum(item.loss for item in judged) / 256 == pytest.approx(row.val_loss, abs=1e-5)
+
+    folder = RESULTS / base
+    assert (folder / "plan.toml").read_bytes() == (RESULTS / f"plan_{base}.toml").read_bytes()
+    [trial] = read_plan(folder / "plan.toml").trials("main")
+    [row] = read_study(folder)["main"][trial.cell][trial.recipe.seed][-1:]
+    assert row.step == trial.recipe.steps
+    made = json.loads((folder / "study.json").read_text())["corpora"][trial.corpus]
+    config, trained = Config(**about["base"]["config"]), Recipe(**about["base"]["recipe"])
+    assert (config, trained) == (trial.config, trial.recipe)
+    if name == "cpt_cpu":  # the other base is too large to store
+        weights = (folder / "standard.safetensors").read_bytes()
+        assert about["base"]["sha256"] == hashlib.sha256(weights).hexdigest()
+    assert about["base"]["corpus"] == {"sha256": made["sha256"], "name": trial.corpus}
+    [corpus] = about["corpora"]
+    assert corpus != trial.corpus
+    model = Model(config)
+    assert about["parameters"]["plain"] == model.parameter_count()
+    assert about["parameters"]["mhar"] == convert(model, 4, heads).parameter_count()

@@ -1,4 +1,6 @@
-"""What holds the house together: versions named twice agree, the import is light, links lead somewhere."""
+"""What holds the house together: versions named twice agree, the import is light, links lead somewhere,
+and README's answers are its studies'.
+"""
 
 import json
 import re
@@ -8,6 +10,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+
+from mhar_minimal.ablate import read_study
+from mhar_minimal.stats import paired_differences, readings, tail_mean
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("notebooks/**/[0-9]*.ipynb"))]
@@ -81,3 +86,32 @@ def test_links_within_the_repository_lead_somewhere(path):
         assert re.search(rf"^## {section} · ", text, re.MULTILINE), f"section {section} is not on this page"
     for notebook in re.findall(r"[Nn]otebooks? (\d\d)\b", text):
         assert list((ROOT / "notebooks").glob(f"**/{notebook}_*.ipynb")), f"notebook {notebook}"
+
+
+def test_the_readmes_answers_are_those_of_the_recorded_study():
+    """Means and intervals of the table, computed again from results.csv and timing.csv."""
+    main = read_study(ROOT / "notebooks" / "results" / "study_h200")["main"]
+    runs = {(cell.residual, cell.heads): seeds for cell, seeds in main.items()}
+    losses = {arm: {seed: tail_mean(rows, 5) for seed, rows in seeds.items()} for arm, seeds in runs.items()}
+    standard, hyper = ("standard", 1), ("hyper", 1)
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = text[text.index("## Questions and answers") : text.index("## What it costs")]
+
+    def said(difference):
+        numbers = (difference.mean, *difference.t_interval)
+        return "{:+.3f} ({:+.3f} to {:+.3f})".format(*numbers).replace("-", "−")
+
+    by_standard = paired_differences(losses, standard)
+    answers = [by_standard["full", 1], by_standard["block", 1], by_standard["block", 8]]
+    answers += paired_differences({arm: losses[arm] for arm in (hyper, ("full", 1), ("block", 1))}, hyper).values()
+    for scheme in ("full", "block"):
+        answers += paired_differences({arm: x for arm, x in losses.items() if arm[0] == scheme}, (scheme, 1)).values()
+    heads = [d.detectable for d in answers[-8:]]
+    assert f"{min(heads):.3f} to {max(heads):.3f} with power 0.8" in table
+    for arm in (("full", 1), ("full", 8)):
+        pairs = {s: readings(runs[arm][s], runs[standard][s])["seconds"] for s in range(5)}
+        equal = {arm: {s: a for s, (_, a, _) in pairs.items()}, standard: {s: b for s, (_, _, b) in pairs.items()}}
+        answers += paired_differences(equal, standard, alpha=0.05 / 11).values()
+    assert len(answers) == 15
+    for answer in map(said, answers):
+        assert answer in table, answer
