@@ -51,20 +51,32 @@ def png(figure: matplotlib.figure.Figure) -> bytes:
     return file.getvalue()
 
 
-def loss_curves(histories: Mapping[str, Sequence], x: str = "step") -> Figure:
+def loss_curves(histories: Mapping[str, Sequence], x: str = "step", minus: str | None = None) -> Figure:
     """Validation loss of several runs, in nats per byte.
 
     Args:
         histories: by name the rows of a run, of which the columns ``x`` and ``val_loss`` are drawn.
         x: "step", "seconds" or "tokens". Equal steps are not equal time.
+        minus: the name of a run that is subtracted from all others, and not drawn itself.
 
     Raises:
-        ValueError: another x, no run, or more than there are colours.
+        ValueError: another x, no run, or more than there are colours; a run to subtract that is not there, or that has
+            not the others' x.
     """
     if x not in X_LABELS:
         raise ValueError(f"x={x!r}; accepted: {', '.join(X_LABELS)}")
+    if minus not in (None, *histories):
+        raise ValueError(f"minus={minus!r}; accepted: {', '.join(histories)}")
     curves = {name: ([getattr(r, x) for r in rows], [r.val_loss for r in rows]) for name, rows in histories.items()}
-    return _lines("histories", curves, X_LABELS[x], "validation loss (nats per byte)")
+    if minus is None:
+        return _lines("histories", curves, X_LABELS[x], "validation loss (nats per byte)")
+    at, reference = curves.pop(minus)
+    if any(other != at for other, _ in curves.values()):
+        raise ValueError(f"minus={minus!r} with another {x} than the others; accepted: runs evaluated at the same {x}")
+    curves = {name: (at, [a - b for a, b in zip(losses, reference)]) for name, (_, losses) in curves.items()}
+    figure = _lines("histories", curves, X_LABELS[x], f"minus {minus} (nats per byte)")
+    figure.axes[0].axhline(0, color="black", linewidth=1)
+    return figure
 
 
 def by_depth(

@@ -51,6 +51,7 @@ APART = Difference(-0.03, 0.01, (-0.05, -0.01), (-0.04, -0.02), 0.01, 0.03)
 LONG = [f"multi-head, H = {2**i}" for i in range(7)]
 FIGURES = {
     "loss, one": lambda: plot.loss_curves({"standard": rows()}),
+    "loss, minus": lambda: plot.loss_curves({name: rows(1 + i) for i, name in enumerate("abc")}, minus="b"),
     "loss, seven": lambda: plot.loss_curves({name: rows(1 + i) for i, name in enumerate(LONG)}, x="tokens"),
     "depth, 13 sites": lambda: plot.by_depth({"standard": range(13), "full": range(13)}, "RMS"),
     "depth, 24 outputs, log": lambda: plot.by_depth({"standard": np.exp(np.arange(24))}, "gradient norm", log=True),
@@ -213,6 +214,18 @@ def test_loss_curves_show_the_validation_loss(x):
     assert x.rstrip("s") in ax.get_xlabel() or x == "seconds"
 
 
+def test_loss_curves_minus_one_of_them():
+    figure = plot.loss_curves({"full": rows(2), "standard": rows(), "block": rows(3)}, minus="standard")
+    [ax] = figure.axes
+    *lines, zero = ax.lines
+    for line, name, scale in zip(lines, ("full", "block"), (2, 3), strict=True):
+        assert line.get_label() == name
+        wanted = [(r.step, scale * r.val_loss - r.val_loss) for r in rows()]
+        np.testing.assert_allclose(line.get_xydata(), wanted, rtol=1e-12)
+    assert set(zero.get_ydata()) == {0}
+    assert ax.get_ylabel() == "minus standard (nats per byte)"
+
+
 def test_by_depth_tells_attention_from_mlp_and_keeps_the_readout():
     figure = plot.by_depth({"full": [1.0, 2.0, 3.0, 4.0, 5.0]}, "RMS", log=True)
     [ax] = figure.axes
@@ -235,6 +248,8 @@ def test_ticks_of_a_deep_model_stay_with_attention(sublayers):
     ("call", "message"),
     [
         (lambda: plot.loss_curves({"a": rows()}, x="epoch"), "x='epoch'; accepted: step, seconds, tokens"),
+        (lambda: plot.loss_curves({"a": rows()}, minus="b"), "minus='b'; accepted: a"),
+        (lambda: plot.loss_curves({"a": rows(), "b": rows()[1:]}, minus="b"), "minus='b' with another step than"),
         (lambda: plot.loss_curves({}), "histories has 0 entries; accepted: 1 to 7"),
         (lambda: plot.by_depth({}, "RMS"), "series has 0 entries; accepted: 1 to 7"),
         (lambda: plot.by_depth({str(i): [1] for i in range(8)}, "RMS"), "series has 8 entries; accepted: 1 to 7"),

@@ -107,7 +107,7 @@ def test_the_readmes_answers_are_those_of_the_recorded_study():
     for scheme in ("full", "block"):
         answers += paired_differences({arm: x for arm, x in losses.items() if arm[0] == scheme}, (scheme, 1)).values()
     heads = [d.detectable for d in answers[-8:]]
-    assert f"{min(heads):.3f} to {max(heads):.3f} with power 0.8" in table
+    assert f"{min(heads):.3f} to {max(heads):.3f} with power 0.8" in " ".join(table.split())
     for arm in (("full", 1), ("full", 8)):
         pairs = {s: readings(runs[arm][s], runs[standard][s])["seconds"] for s in range(5)}
         equal = {arm: {s: a for s, (_, a, _) in pairs.items()}, standard: {s: b for s, (_, _, b) in pairs.items()}}
