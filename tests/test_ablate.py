@@ -622,6 +622,20 @@ def pilot_tail_means():
     return {arm: {lr: fmean(values[-5:]) for lr, values in of_arm.items()} for arm, of_arm in losses.items()}
 
 
+def test_the_plan_of_rates_is_the_recorded_studys_models_at_other_rates_and_seeds():
+    plan, rates = read_plan(RESULTS / "plan_h200.toml"), read_plan(RESULTS / "plan_rates_h200.toml")
+    assert (rates.model, rates.corpus, rates.precision) == (plan.model, plan.corpus, plan.precision)
+    main_row, trials = plan.trials("main"), rates.trials("main")
+    assert {t.config for t in trials} < {t.config for t in main_row}
+    assert not {t.recipe.seed for t in trials} & {t.recipe.seed for t in main_row}
+    arms = defaultdict(set)
+    for t in trials:
+        arms[t.config.residual, t.config.heads].add(t.recipe.lr)
+        assert t.recipe.steps >= 20 * t.recipe.eval_every
+    assert set(arms) == {(residual, heads) for residual in ("full", "block") for heads in (1, 8)}
+    assert len({frozenset(of_arm) for of_arm in arms.values()}) == 1
+
+
 def test_the_plan_for_a_cpu_is_small():
     plan = read_plan(RESULTS / "plan_cpu.toml")
     trials = [trial for name in plan.grids for trial in plan.trials(name)]
