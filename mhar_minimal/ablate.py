@@ -264,7 +264,7 @@ def ablate(plan_file: Path, out: Path, device: str, only: str | None, session: d
         write_study(study, out)
     if failed:
         raise ValueError(f"{len(failed)} runs failed: {', '.join(failed)}; what was finished is kept")
-    print(f"wrote {out / 'results'}.csv, timing.csv and study.json")
+    print(f"wrote {out / 'results'}.csv, timing.csv, probes.csv and study.json")
 
 
 def run_folders(plan: Plan, out: Path) -> dict[Trial, Path]:
@@ -305,15 +305,15 @@ def train_all(
     pool: ProcessPoolExecutor, plan: Plan, grids: list[str], folders: dict[Trial, Path], device: str
 ) -> list[str]:
     """Do the runs of some grids, all cells of a seed before the next seed; return the names of those that failed."""
-    wanted = {}  # trial: whether it has the first seed of its cell
+    wanted, firsts = {}, first_trials(plan)  # wanted: a dict for its order
     for grid in grids:
         seeds = plan.grids[grid]["seeds"]
-        for trial in sorted(plan.trials(grid), key=lambda trial: seeds.index(trial.recipe.seed)):
-            wanted.setdefault(trial, trial.recipe.seed == seeds[0])
+        wanted |= dict.fromkeys(sorted(plan.trials(grid), key=lambda trial: seeds.index(trial.recipe.seed)))
     futures, failed = {}, []
-    for trial, first in wanted.items():
+    for trial in wanted:
         if not carried_out(folders[trial]):
-            futures[pool.submit(carry_out, trial, folders[trial], device, plan, first)] = folders[trial].name
+            future = pool.submit(carry_out, trial, folders[trial], device, plan, trial in firsts)
+            futures[future] = folders[trial].name
     with tqdm(total=len(wanted), initial=len(wanted) - len(futures), unit="run") as bar:
         for future in as_completed(futures):
             error = future.exception()
@@ -324,6 +324,15 @@ def train_all(
                 bar.write(f"{futures[future]} failed: {type(error).__name__}: {error}", file=sys.stderr)
             bar.update()
     return failed
+
+
+def first_trials(plan: Plan) -> set[Trial]:
+    """Of every cell the run of the first seed, in the first grid that has the cell, whichever is done first."""
+    first = {}
+    for grid in plan.grids:
+        for trial in plan.trials(grid):
+            first.setdefault(trial.cell, trial)
+    return set(first.values())
 
 
 def time_steps(pool: ProcessPoolExecutor, folders: dict[Trial, Path], out: Path, device: str) -> None:
@@ -455,7 +464,7 @@ def carry_out(trial: Trial, folder: Path, device: str, plan: Plan, first: bool) 
 
 
 def probed(model: Model, corpus: Corpus) -> list[Finding]:
-    """What the probes see in a model, in eager PyTorch and IEEE float32 whatever it was trained in."""
+    """What the probes see in a model: routing in eager PyTorch and IEEE float32, sublayers as they were trained."""
     eager = Model(replace(model.config, impl="eager"))
     eager.load_state_dict(model.state_dict())
     device, precision = model.embedding.weight.device, torch.get_float32_matmul_precision()

@@ -243,7 +243,8 @@ def findings(model: Model, inputs: Tensor, targets: Tensor) -> list[Finding]:
     """The probes of this file for one model, as `mhar_minimal.ablate` stores them.
 
     - ``loss``: nats per token.
-    - ``slice disagreement`` and ``slice disagreement, random queries``: for one head, with four slices, in nats.
+    - ``slice disagreement`` and ``slice disagreement, random queries``: for one head, with four slices, in nats;
+      left out where four do not divide D.
     - ``entropy``: by site and head, over log N, so that 1 is the plain mean; the first site, with one source, has none.
     - ``deviation``: by site and head, half the sum over sources of `head_deviation` without its sign: the share of
       weight that lies elsewhere than in the heads' mean.
@@ -255,7 +256,7 @@ def findings(model: Model, inputs: Tensor, targets: Tensor) -> list[Finding]:
         targets: [B, T], int64.
 
     Raises:
-        ValueError: a model that keeps no depth weights.
+        ValueError: a model that keeps no depth weights, or of one head with another mixing.
     """
     weights = _present(trace(model, inputs).weights)
     found, heads = [], range(model.config.heads)

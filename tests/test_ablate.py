@@ -13,6 +13,7 @@ import threading
 import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -391,6 +392,20 @@ def test_the_first_seeds_of_routed_cells_are_probed(here, tmp_path):
         assert {line["seed"] for line in csv.DictReader(file)} == {"1"}
 
 
+def test_a_cell_that_grids_share_is_probed_once_and_with_its_first_grid(here, tmp_path):
+    side = {"seeds": [0, 1], "cells": [{"residual": "full", "heads": [4, 8]}]}
+    file = written(tmp_path, grids=grid(MAIN, [1, 0]) | {"side": side})
+    probed = [("1", "1"), ("4", "1"), ("8", "0")]  # heads and seeds
+    ways = {"all": [[]], "main": [["--only", "main"]], "side first": [["--only", "side"], []]}
+    for name, calls in ways.items():
+        assert [main(command(file, tmp_path / name, *more)) for more in calls] == [0] * len(calls)
+        with open(tmp_path / name / "probes.csv", newline="") as opened:
+            losses = [line for line in csv.DictReader(opened) if line["probe"] == "loss"]
+        assert [(line["heads"], line["seed"]) for line in losses] == (probed[:2] if name == "main" else probed)
+    with pytest.raises(KeyError):  # not an empty list, as of a model in which nothing was found
+        read_probes(tmp_path / "all")[read_plan(file).trials("main")[0].cell]
+
+
 def test_models_of_the_kernels_are_probed_in_eager_and_in_ieee_arithmetic(tmp_path, monkeypatch):
     corpus, config = load_corpus(tmp_path / "text.txt"), Config(**TINY, residual="full", heads=4, query_init="random")
     model, seen = Model(replace(config, impl="two_phase"), 3), []
@@ -409,6 +424,32 @@ def test_models_of_the_kernels_are_probed_in_eager_and_in_ieee_arithmetic(tmp_pa
     assert seen == ["highest"]
     assert found == findings(Model(config, 3), *windows(corpus.val, 16, 16))
     assert model.config.impl == "two_phase"
+
+
+def test_probes_that_fail_leave_the_precision_as_it_was(tmp_path, monkeypatch):
+    def fail(*_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(package_ablate, "findings", fail)
+    torch.set_float32_matmul_precision("high")
+    try:
+        with pytest.raises(ZeroDivisionError):
+            package_ablate.probed(Model(Config(**TINY, residual="full")), load_corpus(tmp_path / "text.txt"))
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_weights_stay_if_wanted_and_a_study_that_is_done_stays_so(here, tmp_path, keep):
+    file, out = written(tmp_path, grids=grid(MAIN[1:]), keep_weights=keep), tmp_path / "out"
+    assert main(command(file, out)) == 0
+    before = contents(out / "runs")
+    for folder in (out / "runs").iterdir():
+        with nullcontext() if keep else pytest.raises(ValueError, match="has no weights"):
+            load(folder)
+    assert main(command(file, out)) == 0
+    assert contents(out / "runs") == before
 
 
 def test_a_run_killed_between_its_last_step_and_its_probes_gets_them(here, tmp_path, monkeypatch):

@@ -309,6 +309,18 @@ def test_autocast_with_a_cache_goes_on_where_the_last_call_ended(fields):
     assert (logits - whole).abs().max() < 3e-2 * whole.abs().max()  # pieces that forget: 0.3
 
 
+def test_autocast_norms_and_rotates_in_float32_and_rounds_once():
+    model, cache, projected = Model(small(autocast=True)), no_padding(2), []
+    attn = model.layers[0].attn
+    attn.k_norm.weight.data = 1 + 0.3 * torch.randn(8)
+    attn.k.register_forward_hook(lambda module, inputs, output: projected.append(output.double()))
+    model(torch.randint(0, 31, (2, 12)), cache)
+    heads = projected[0].unflatten(-1, (1, 8)).transpose(1, 2)
+    exact = rotate(nn.functional.rms_norm(heads, (8,), attn.k_norm.weight.double(), 1e-6), model.rotation.double())
+    keys, _ = cache.kept[attn]
+    torch.testing.assert_close(keys.double(), exact, rtol=2**-8, atol=1e-6)  # bfloat16 has 8 bits
+
+
 def test_random_queries_are_numbers_of_their_own_and_follow_the_seed():
     config = small(residual="full", query_init="random")
     queries = [torch.stack(list(Model(config, seed).depth.query)) for seed in (0, 1)]

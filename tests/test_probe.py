@@ -430,6 +430,12 @@ def test_findings_are_those_of_the_probes(name):
     assert found == pytest.approx(wanted, abs=1e-6)  # heatmap is float32
 
 
+def test_a_width_that_four_slices_do_not_divide_has_no_slice_disagreement():
+    model = Model(preset("tiny", **SMALL | {"dim": 18, "attn_heads": 3}, residual="full"))
+    found = {f.probe for f in probe.findings(model, tokens_of(), tokens_of(3))}
+    assert found == {"loss", "entropy", "deviation", "causal mean", "causal uniform"}
+
+
 def test_findings_need_depth_weights():
     with pytest.raises(ValueError, match="weights=None; accepted: those of a full or block model"):
         probe.findings(model_of("standard"), tokens_of(), tokens_of(3))

@@ -3,6 +3,7 @@ and README's answers are its studies'.
 """
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -10,8 +11,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
-from mhar_minimal.ablate import read_study
+from mhar_minimal import Model
+from mhar_minimal.ablate import read_plan, read_study
+from mhar_minimal.cpt import read_cpt
 from mhar_minimal.stats import paired_differences, readings, tail_mean
 
 ROOT = Path(__file__).parent.parent
@@ -88,30 +92,82 @@ def test_links_within_the_repository_lead_somewhere(path):
         assert list((ROOT / "notebooks").glob(f"**/{notebook}_*.ipynb")), f"notebook {notebook}"
 
 
+RESULTS = ROOT / "notebooks" / "results"
+ANSWERS = (
+    (ROOT / "README.md").read_text(encoding="utf-8").partition("## Questions and answers")[2].partition("\n## ")[0]
+)
+
+
+def answer(question):
+    """What README's table says where the question begins so."""
+    [line] = [line for line in ANSWERS.splitlines() if line.startswith(f"| {question}")]
+    return line.split("|")[2]
+
+
+def said(difference, digits=3):
+    mean, low, high = (f"{x:+.{digits}f}".replace("-", "−") for x in (difference.mean, *difference.t_interval))
+    return f"{mean} ({low} to {high})"
+
+
 def test_the_readmes_answers_are_those_of_the_recorded_study():
-    """Means and intervals of the table, computed again from results.csv and timing.csv."""
-    main = read_study(ROOT / "notebooks" / "results" / "study_h200")["main"]
-    runs = {(cell.residual, cell.heads): seeds for cell, seeds in main.items()}
+    """Means, intervals and verdicts, computed again from results.csv and timing.csv."""
+    study, plan = RESULTS / "study_h200", read_plan(RESULTS / "study_h200" / "plan.toml")
+    runs = {(cell.residual, cell.heads): seeds for cell, seeds in read_study(study)["main"].items()}
     losses = {arm: {seed: tail_mean(rows, 5) for seed, rows in seeds.items()} for arm, seeds in runs.items()}
     standard, hyper = ("standard", 1), ("hyper", 1)
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    table = text[text.index("## Questions and answers") : text.index("## What it costs")]
+    [one] = {trial.recipe.steps for trial in plan.trials("main")}
+    about, text = json.loads((study / "study.json").read_text()), " ".join(ANSWERS.split())
+    with torch.device("meta"):
+        millions = Model(plan.trials("main")[0].config).parameter_count() / 1e6
+    assert f"{millions:.1f} M parameters, 16 sublayers, {one} steps of 8192 bytes" in text
+    minutes = sum(session["seconds"] for session in about["sessions"]) / 60
+    assert f"`, {math.ceil(minutes)} minutes;" in text
 
-    def said(difference):
-        numbers = (difference.mean, *difference.t_interval)
-        return "{:+.3f} ({:+.3f} to {:+.3f})".format(*numbers).replace("-", "−")
+    below = {arm: d.t_interval[1] < 0 for arm, d in paired_differences(losses, standard).items()}
+    assert [arm for arm in below if below[arm]] == [("full", 1), ("block", 8)]
+    d = paired_differences(losses, standard)
+    assert answer("Does Full AttnRes with one head").strip() == f"yes: {said(d['full', 1])}"
+    assert f"one head: not distinguishable, {said(d['block', 1])}; eight heads: below, {said(d['block', 8])}" in answer(
+        "And Block AttnRes"
+    )
+    d = paired_differences({arm: losses[arm] for arm in (hyper, ("full", 1), ("block", 1))}, hyper)
+    assert all(x.t_interval[1] < 0 for x in d.values())
+    assert answer("And one head below").strip() == f"yes: Full {said(d['full', 1])}, Block {said(d['block', 1])}"
 
-    by_standard = paired_differences(losses, standard)
-    answers = [by_standard["full", 1], by_standard["block", 1], by_standard["block", 8]]
-    answers += paired_differences({arm: losses[arm] for arm in (hyper, ("full", 1), ("block", 1))}, hyper).values()
+    found = {}
     for scheme in ("full", "block"):
-        answers += paired_differences({arm: x for arm, x in losses.items() if arm[0] == scheme}, (scheme, 1)).values()
-    heads = [d.detectable for d in answers[-8:]]
-    assert f"{min(heads):.3f} to {max(heads):.3f} with power 0.8" in " ".join(table.split())
+        found |= paired_differences({arm: x for arm, x in losses.items() if arm[0] == scheme}, (scheme, 1))
+    counts = {2: "two", 4: "four", 8: "eight", 16: "sixteen"}
+    by_scheme = {s: ", ".join(f"{word} {said(found[s, H])}" for H, word in counts.items()) for s in ("full", "block")}
+    assert all(x.t_interval[0] > 0 for (scheme, _), x in found.items() if scheme == "full")
+    assert all(x.t_interval[0] < 0 < x.t_interval[1] for (scheme, _), x in found.items() if scheme == "block")
+    assert answer("Do several heads").strip() == f"no, **above**: {by_scheme['full']}"
+    assert answer("And under Block").strip() == f"not distinguishable: {by_scheme['block']}"
+    seen = [x.detectable for x in found.values()]
+    assert f"{min(seen):.3f} to {max(seen):.3f} with power 0.8" in text
+    assert f"a gain of up to {-min(x.t_interval[0] for x in found.values()):.3f} is not excluded" in text
+
+    equal = {}
     for arm in (("full", 1), ("full", 8)):
         pairs = {s: readings(runs[arm][s], runs[standard][s])["seconds"] for s in range(5)}
-        equal = {arm: {s: a for s, (_, a, _) in pairs.items()}, standard: {s: b for s, (_, _, b) in pairs.items()}}
-        answers += paired_differences(equal, standard, alpha=0.05 / 11).values()
-    assert len(answers) == 15
-    for answer in map(said, answers):
-        assert answer in table, answer
+        both = {arm: {s: a for s, (_, a, _) in pairs.items()}, standard: {s: b for s, (_, _, b) in pairs.items()}}
+        equal |= paired_differences(both, standard, alpha=0.05 / 11)
+    assert (
+        f"one head: not distinguishable, {said(equal['full', 1])}; eight heads: behind, {said(equal['full', 8])}"
+        in (answer("Is Full ahead"))
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "question", "digits"), [("cpt_cpu", "Does a branch", 4), ("cpt_h200", "And one gra", 6)]
+)
+def test_the_readmes_answers_are_those_of_the_recorded_pairs(name, question, digits):
+    study = read_cpt(RESULTS / name)
+    last = {arm: {seed: rows[-1].val_loss for seed, rows in of.items()} for arm, of in study.rows.items()}
+    last["base"] = {seed: rows[0].val_loss for seed, rows in study.rows["plain"].items()}
+    branch = paired_differences(last, "plain")["mhar"]
+    training = paired_differences({"plain": last["plain"], "base": last["base"], "mhar": last["mhar"]}, "base")["plain"]
+    assert branch.t_interval[0] < 0 < branch.t_interval[1]
+    wanted = f" not distinguishable: {said(branch, digits)}; training alone {said(training)}."
+    assert answer(question).startswith(wanted)
+    assert study.about["sessions"][-1]["command"].partition(" --out")[0] in ANSWERS

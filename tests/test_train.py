@@ -86,8 +86,17 @@ def test_schedule_by_hand():
     assert schedule(40, r) == pytest.approx(0.1, abs=1e-12)
     to_zero = Recipe(steps=41, floor=0.0)
     assert [schedule(s, to_zero) for s in (2, 21, 40)] == pytest.approx([1, 0.5, 0], abs=1e-12)
+    assert schedule(40, Recipe(steps=41, floor=1)) == 1
     assert schedule(19, Recipe(steps=400)) == 1 > schedule(18, Recipe(steps=400))  # exactly 5 %
     assert schedule(0, Recipe(steps=1)) == 1
+
+
+def test_the_optimizer_has_the_rates_of_the_schedule_down_to_the_floor():
+    run, rates = Run(TINY, replace(RECIPE, steps=3, lr=0.01, floor=0.25), corpus(), "cpu"), []
+    for _ in range(3):
+        run.advance()
+        rates.append([group["lr"] for group in run.optimizer.param_groups])
+    assert rates == [pytest.approx([rate, rate]) for rate in (0.01, 0.00625, 0.0025)]  # the peak, half way, the floor
 
 
 @pytest.mark.parametrize("name", SCHEMES)

@@ -18,6 +18,8 @@ from kernel_checks import (
     scheduled,
 )
 
+from mhar_minimal.kernels.two_phase import block_constants
+
 # D and H. The block kernels take a head's D/H channels in one piece, in a piece and a tail, or in chunks.
 ONE_PIECE, WITH_TAIL, IN_CHUNKS = [(4, 4), (36, 3), (32, 2)], [(20, 1), (48, 1), (160, 1)], [(300, 1), (768, 2)]
 
@@ -38,6 +40,24 @@ def test_block(dim, heads, dtype):
         all_sites(impl("two_phase", "block"), heads, 2), all_sites(impl("eager", "block"), heads, 2), dtype,
         sites=6, sources=6, dim=dim, heads=heads, shape=(1, 1 if dim > 256 or heads > 2 else 2),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("width", "of_float32", "of_16_bits"),
+    [
+        (96, (64, 32, 1), (64, 32, 1)),
+        (128, (128, 0, 1), (128, 0, 1)),
+        (160, (128, 0, 2), (128, 32, 1)),
+        (256, (128, 0, 2), (256, 0, 1)),
+        (300, (128, 0, 3), (128, 0, 3)),
+    ],
+)
+def test_pieces_that_registers_hold(width, of_float32, of_16_bits, dtype):
+    """Channels of the piece, of its tail, and chunks. What is too wide for the registers is as exact, and slow."""
+    constants = block_constants(dtype, 3 * width, 3, 8)
+    pieces = tuple(constants[name] for name in ("KM", "KT", "NC"))
+    assert pieces == (of_float32 if dtype == torch.float32 else of_16_bits)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
