@@ -703,7 +703,7 @@ def test_the_shipped_models_are_those_of_their_plan():
     assert sum(file.stat().st_size for file in folder.iterdir()) < 3e6
 
 
-@pytest.mark.parametrize("name", ["checkpoint", "study_cpu", "study_h200"])
+@pytest.mark.parametrize("name", ["checkpoint", "study_cpu", "study_h200", "rates_cpu"])
 def test_a_stored_study_is_whole_and_says_what_it_is(name):
     folder = RESULTS / name
     plan, about, study = (
