@@ -20,7 +20,8 @@ from kernel_checks import (
 
 from mhar_minimal.kernels.two_phase import block_constants
 
-# D and H. The block kernels take a head's D/H channels in one piece, in a piece and a tail, or in chunks.
+# D and H. The block kernels take a head's D/H channels in one piece, in a piece and a tail (160 only in 16 bits), or in
+# chunks.
 ONE_PIECE, WITH_TAIL, IN_CHUNKS = [(4, 4), (36, 3), (32, 2)], [(20, 1), (48, 1), (160, 1)], [(300, 1), (768, 2)]
 
 
