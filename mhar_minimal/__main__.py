@@ -236,11 +236,13 @@ def parser() -> argparse.ArgumentParser:
     option("--eval-every", type=int, default=Recipe.eval_every, help="steps between evaluations")
     option("--eval-windows", type=int, default=Recipe.eval_windows, help="windows of validation text")
     option("--checkpoint-every", type=int, default=Recipe.checkpoint_every, help="steps between checkpoints")
-    option("--floor", type=float, default=Recipe.floor, help="share of --lr that the last step has")
+    option("--floor", type=float, default=Recipe.floor, help="share of --lr that the last step has, 0 to 1")
     option("--out", default="runs/train", help="folder of the run: checkpoint and history")
-    option("--resume", action="store_true", help="continue the run in that folder")
+    option("--resume", action="store_true", help="continue the unfinished run in that folder")
 
-    option = command(run_cpt, "Train a model on, as it is and converted to delta MHAR, on the same batches.", training)
+    option = command(
+        run_cpt, "Train a model on, as it is and converted to delta MHAR. Stopped, it keeps nothing.", training
+    )
     option("checkpoint", metavar="CHECKPOINT", help="folder of a run of the standard scheme, or its checkpoint file")
     option("--block-size", type=int, default=4, help="sublayers per block")
     option("--heads", type=int, default=4, help="depth heads")
@@ -275,8 +277,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        kept = "what was finished is kept: --resume, or the same command again, goes on"
-        print("interrupted;", "nothing is kept" if args.run is run_cpt else kept, file=sys.stderr)
+        goes_on = {run_train: "with --resume the run", run_compare: "the same command", run_ablate: "the same command"}
+        kept = f"what was finished is kept: {goes_on[args.run]} goes on" if args.run in goes_on else "nothing is kept"
+        print(f"interrupted; {kept}", file=sys.stderr)
         return 130
     return 0
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
@@ -156,6 +157,24 @@ def test_the_readmes_answers_are_those_of_the_recorded_study():
         f"one head: not distinguishable, {said(equal['full', 1])}; eight heads: behind, {said(equal['full', 8])}"
         in (answer("Is Full ahead"))
     )
+
+
+def test_the_readmes_answer_on_the_rate_is_that_of_its_study():
+    losses = {}
+    for cell, seeds in read_study(RESULTS / "rates_cpu")["main"].items():
+        losses[cell.heads, cell.lr] = {seed: tail_mean(rows, 5) for seed, rows in seeds.items()}
+    effect = {lr: {s: losses[8, lr][s] - losses[1, lr][s] for s in losses[1, lr]} for heads, lr in losses if heads == 1}
+    found = paired_differences(effect | {0: dict.fromkeys(effect[1e-2], 0.0)}, 0)
+    assert [lr for lr, d in found.items() if d.t_interval[1] < 0] == [1e-2]
+    assert not any(d.t_interval[0] > 0 for d in found.values())
+    high, middle, low, lowest = (said(found[lr]) for lr in (1e-2, 3e-3, 1e-3, 3e-4))
+    wanted = (
+        f"yes: eight heads minus one {high} at 1e-2, not distinguishable at 3e-3, where both arms are at their best, "
+    )
+    wanted += f"{middle}, at 1e-3, {low}, and at 3e-4, {lowest}"
+    assert answer("Does the effect of heads").strip() == wanted
+    for heads in (1, 8):
+        assert min((fmean(of.values()), lr) for (h, lr), of in losses.items() if h == heads)[1] == 3e-3
 
 
 @pytest.mark.parametrize(
