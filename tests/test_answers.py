@@ -1,0 +1,112 @@
+"""README's answers are those of its stored studies: every mean, interval and verdict, computed again."""
+
+import json
+import math
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+import torch
+
+from mhar_minimal import Model
+from mhar_minimal.ablate import read_plan, read_study
+from mhar_minimal.cpt import read_cpt
+from mhar_minimal.stats import paired_differences, readings, tail_mean
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "notebooks" / "results"
+ANSWERS = (
+    (ROOT / "README.md").read_text(encoding="utf-8").partition("## Questions and answers")[2].partition("\n## ")[0]
+)
+
+
+def answer(question):
+    """What README's table says where the question begins so."""
+    [line] = [line for line in ANSWERS.splitlines() if line.startswith(f"| {question}")]
+    return line.split("|")[2]
+
+
+def said(difference, digits=3):
+    mean, low, high = (f"{x:+.{digits}f}".replace("-", "−") for x in (difference.mean, *difference.t_interval))
+    return f"{mean} ({low} to {high})"
+
+
+def test_the_readmes_answers_are_those_of_the_recorded_study():
+    """Means, intervals and verdicts, computed again from results.csv and timing.csv."""
+    study, plan = RESULTS / "study_h200", read_plan(RESULTS / "study_h200" / "plan.toml")
+    runs = {(cell.residual, cell.heads): seeds for cell, seeds in read_study(study)["main"].items()}
+    losses = {arm: {seed: tail_mean(rows, 5) for seed, rows in seeds.items()} for arm, seeds in runs.items()}
+    standard, hyper = ("standard", 1), ("hyper", 1)
+    [one] = {trial.recipe.steps for trial in plan.trials("main")}
+    about, text = json.loads((study / "study.json").read_text()), " ".join(ANSWERS.split())
+    with torch.device("meta"):
+        millions = Model(plan.trials("main")[0].config).parameter_count() / 1e6
+    assert f"{millions:.1f} M parameters, 16 sublayers, {one} steps of 8192 bytes" in text
+    minutes = sum(session["seconds"] for session in about["sessions"]) / 60
+    assert f"`, {math.ceil(minutes)} minutes;" in text
+
+    d = paired_differences(losses, standard)
+    assert [arm for arm, x in d.items() if x.t_interval[1] < 0] == [("full", 1), ("block", 8)]
+    assert answer("Does Full AttnRes with one head").strip() == f"yes: {said(d['full', 1])}"
+    assert f"one head: not distinguishable, {said(d['block', 1])}; eight heads: below, {said(d['block', 8])}" in answer(
+        "And Block AttnRes"
+    )
+    d = paired_differences({arm: losses[arm] for arm in (hyper, ("full", 1), ("block", 1))}, hyper)
+    assert all(x.t_interval[1] < 0 for x in d.values())
+    assert answer("And one head below").strip() == f"yes: Full {said(d['full', 1])}, Block {said(d['block', 1])}"
+
+    found = {}
+    for scheme in ("full", "block"):
+        found |= paired_differences({arm: x for arm, x in losses.items() if arm[0] == scheme}, (scheme, 1))
+    counts = {2: "two", 4: "four", 8: "eight", 16: "sixteen"}
+    by_scheme = {s: ", ".join(f"{word} {said(found[s, H])}" for H, word in counts.items()) for s in ("full", "block")}
+    assert all(x.t_interval[0] > 0 for (scheme, _), x in found.items() if scheme == "full")
+    assert all(x.t_interval[0] < 0 < x.t_interval[1] for (scheme, _), x in found.items() if scheme == "block")
+    assert answer("Do several heads").strip() == f"no, **above**: {by_scheme['full']}"
+    assert answer("And under Block").strip() == f"not distinguishable: {by_scheme['block']}"
+    seen = [x.detectable for x in found.values()]
+    assert f"{min(seen):.3f} to {max(seen):.3f} with power 0.8" in text
+    assert f"a gain of up to {-min(x.t_interval[0] for x in found.values()):.3f} is not excluded" in text
+
+    equal = {}
+    for arm in (("full", 1), ("full", 8)):
+        pairs = {s: readings(runs[arm][s], runs[standard][s])["seconds"] for s in range(5)}
+        both = {arm: {s: a for s, (_, a, _) in pairs.items()}, standard: {s: b for s, (_, _, b) in pairs.items()}}
+        equal |= paired_differences(both, standard, alpha=0.05 / 11)
+    assert (
+        f"one head: not distinguishable, {said(equal['full', 1])}; eight heads: behind, {said(equal['full', 8])}"
+        in (answer("Is Full ahead"))
+    )
+
+
+def test_the_readmes_answer_on_the_rate_is_that_of_its_study():
+    losses = {}
+    for cell, seeds in read_study(RESULTS / "rates_cpu")["main"].items():
+        losses[cell.heads, cell.lr] = {seed: tail_mean(rows, 5) for seed, rows in seeds.items()}
+    effect = {lr: {s: losses[8, lr][s] - losses[1, lr][s] for s in losses[1, lr]} for heads, lr in losses if heads == 1}
+    found = paired_differences(effect | {0: dict.fromkeys(effect[1e-2], 0.0)}, 0)
+    assert [lr for lr, d in found.items() if d.t_interval[1] < 0] == [1e-2]
+    assert not any(d.t_interval[0] > 0 for d in found.values())
+    high, middle, low, lowest = (said(found[lr]) for lr in (1e-2, 3e-3, 1e-3, 3e-4))
+    wanted = (
+        f"yes: eight heads minus one {high} at 1e-2, not distinguishable at 3e-3, where both arms are at their best, "
+    )
+    wanted += f"{middle}, at 1e-3, {low}, and at 3e-4, {lowest}"
+    assert answer("Does the effect of heads").strip() == wanted
+    for heads in (1, 8):
+        assert min((fmean(of.values()), lr) for (h, lr), of in losses.items() if h == heads)[1] == 3e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "question", "digits"), [("cpt_cpu", "Does a branch", 4), ("cpt_h200", "And one gra", 6)]
+)
+def test_the_readmes_answers_are_those_of_the_recorded_pairs(name, question, digits):
+    study = read_cpt(RESULTS / name)
+    last = {arm: {seed: rows[-1].val_loss for seed, rows in of.items()} for arm, of in study.rows.items()}
+    last["base"] = {seed: rows[0].val_loss for seed, rows in study.rows["plain"].items()}
+    branch = paired_differences(last, "plain")["mhar"]
+    training = paired_differences(last, "base")["plain"]
+    assert branch.t_interval[0] < 0 < branch.t_interval[1]
+    wanted = f" not distinguishable: {said(branch, digits)}; training alone {said(training)}."
+    assert answer(question).startswith(wanted)
+    assert study.about["sessions"][-1]["command"].partition(" --out")[0] in ANSWERS
