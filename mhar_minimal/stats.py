@@ -32,7 +32,7 @@ class Difference(NamedTuple):
 
 
 def paired_differences(
-    values: Mapping[str, Mapping[int, float]], reference: str, alpha: float = 0.05
+    values: Mapping[str, Mapping[int, float]], reference: str | None, alpha: float = 0.05
 ) -> dict[str, Difference]:
     """Every other arm minus the reference, paired by seed, corrected for the number of comparisons.
 
@@ -41,12 +41,14 @@ def paired_differences(
 
     Args:
         values: by arm, the metric by seed.
-        reference: the arm that the others are compared with.
+        reference: the arm that the others are compared with; None where the values are differences already.
         alpha: the chance that any of the intervals misses its difference.
 
     Raises:
         ValueError: no such reference, no other arm, other seeds than the reference's, or fewer than two seeds.
     """
+    if reference is None:
+        values = {**values, None: dict.fromkeys(next(iter(values.values()), ()), 0.0)}
     arms, seeds = [arm for arm in values if arm != reference], sorted(values.get(reference, ()))
     if reference not in values or not arms:
         raise ValueError(f"reference={reference!r} of arms {list(values)}; accepted: one of two arms or more")

@@ -703,7 +703,7 @@ def test_the_shipped_models_are_those_of_their_plan():
     assert sum(file.stat().st_size for file in folder.iterdir()) < 3e6
 
 
-@pytest.mark.parametrize("name", ["checkpoint", "study_cpu", "study_h200", "rates_cpu"])
+@pytest.mark.parametrize("name", ["checkpoint", "study_cpu", "study_h200", "rates_cpu", "rates_h200"])
 def test_a_stored_study_is_whole_and_says_what_it_is(name):
     folder = RESULTS / name
     plan, about, study = (
@@ -713,20 +713,31 @@ def test_a_stored_study_is_whole_and_says_what_it_is(name):
     )
     assert about["plan"] == hashlib.sha256((folder / "plan.toml").read_bytes()).hexdigest()
     assert set(about["corpora"]) == {trial.corpus for grid in plan.grids for trial in plan.trials(grid)}
-    for grid in plan.grids if name != "study_h200" else ["main"]:
+    for grid in plan.grids:
         for trial in plan.trials(grid):
             assert study[grid][trial.cell][trial.recipe.seed][-1].step == trial.recipe.steps
 
 
 def test_the_recorded_study_is_that_of_its_plan_in_one_form_of_the_code():
+    """Its runs are of two revisions, whose models train alike, bit for bit; a remark says how that was seen."""
     folder = RESULTS / "study_h200"
     assert (folder / "plan.toml").read_bytes() == (RESULTS / "plan_h200.toml").read_bytes()
     about, study, probes = json.loads((folder / "study.json").read_text()), read_study(folder), read_probes(folder)
     assert {session["machine"]["device"] for session in about["sessions"]} == {"NVIDIA H200"}
-    assert len({(session["git"], *session["versions"].values()) for session in about["sessions"]}) == 1
-    assert sum(session["seconds"] for session in about["sessions"] if session["command"].endswith("main")) < 25 * 60
+    assert len({(*session["versions"].values(),) for session in about["sessions"]}) == 1
+    main = [session for session in about["sessions"] if session["command"].endswith("main")]
+    first, second = dict.fromkeys(session["git"] for session in about["sessions"])
+    assert [session["git"] for session in main] == [first] * 4 + [second]
+    [seen] = [session["remark"] for session in about["sessions"] if "bit for bit" in session.get("remark", "")]
+    assert f"at {first[:7]}, bit for bit" in seen
+    assert sum(session["seconds"] for session in main) < 25 * 60
     assert all(last_drop(rows) < FLAT for seeds in study["main"].values() for rows in seeds.values())
-    assert set(probes) == {cell for cell in study["main"] if cell.residual in ("full", "block")}
+    assert set(probes) == {
+        cell
+        for cells in study.values()
+        for cell in cells
+        if cell.residual in ("full", "block") and cell.mixing == "softmax"
+    }
     for seed in range(5):  # the same function at the start, up to ε, on the same batches
         starts = [seeds[seed][0].val_loss for seeds in study["main"].values()]
         assert max(starts) - min(starts) < 1e-3

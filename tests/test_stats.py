@@ -83,6 +83,16 @@ def test_the_bootstrap_is_near_the_enumeration_of_all_resamples(arms, seeds):
     assert paired_differences(values, "arm 0")["arm 1"] == difference
 
 
+def test_values_that_are_differences_already_need_no_reference():
+    values = study()
+    effect = {arm: {seed: values[arm][seed] - values["arm 0"][seed] for seed in range(5)} for arm in ("arm 1", "arm 2")}
+    assert paired_differences(effect, None) == paired_differences(values, "arm 0")
+    with pytest.raises(ValueError, match="reference=None of arms"):
+        paired_differences({}, None)
+    with pytest.raises(ValueError, match=r"b has seeds \[0\], None \[0, 1\]"):
+        paired_differences({"a": {0: 1.0, 1: 2.0}, "b": {0: 1.0}}, None)
+
+
 def test_equal_runs_differ_by_nothing_and_a_constant_is_certain():
     values = {"a": {0: 1.0, 1: 2.0}, "same": {0: 1.0, 1: 2.0}, "more": {0: 1.5, 1: 2.5}}
     found = paired_differences(values, "a")
