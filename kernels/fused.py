@@ -40,20 +40,22 @@ from mhar_minimal.kernels.launch import (
 
 
 @triton.jit
-def place(rounded, HALF: tl.constexpr, LEAST: tl.constexpr):
-    """Half of the last binary place of numbers that a 16-bit format holds, float32."""
-    unit = (rounded.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)  # 2^exponent
-    return tl.maximum(unit, LEAST) * HALF
+def unit(rounded, LEAST: tl.constexpr):
+    """The power of two at or below numbers that a 16-bit format holds, float32, and not below its least normal one."""
+    return tl.maximum((rounded.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True), LEAST)
 
 
 @triton.jit
 def write_rest(rest_ptr, mask, exact, dtype: tl.constexpr):
     """The rest of float32 numbers that are stored in this dtype."""
-    HALF: tl.constexpr = 2**-8 if dtype == tl.bfloat16 else 2**-11
+    STEPS: tl.constexpr = 127 * 2**7 if dtype == tl.bfloat16 else 127 * 2**10
     LEAST: tl.constexpr = 2**-126 if dtype == tl.bfloat16 else 2**-14
     rounded = exact.to(dtype).to(tl.float32)
-    rest = (exact - rounded) / place(rounded, HALF, LEAST)
-    tl.store(rest_ptr, tl.floor(127 * rest + 0.5).to(tl.int8), mask=mask)
+    # 2 / unit; 1 / unit may be below the least normal number.
+    inverse = (0x7F800000 - unit(rounded, LEAST).to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    # Behind 1.5 · 2²³ the last binary place is 1: adding it rounds, and the last byte is the integer.
+    steps = (exact - rounded) * inverse * STEPS + 12582912.0
+    tl.store(rest_ptr, steps.to(tl.int32, bitcast=True).to(tl.int8), mask=mask)
 
 
 @triton.jit
@@ -64,9 +66,9 @@ def read_exact(stored_ptr, rest_ptr, at, mask, REST: tl.constexpr):
     if REST:
         rest = tl.load(rest_ptr + at, mask=mask, other=0).to(tl.float32)
         if rest_ptr.dtype.element_ty == tl.int8:
-            HALF: tl.constexpr = 2**-8 if rounded.dtype == tl.bfloat16 else 2**-11
+            STEP: tl.constexpr = 2**-8 / 127 if rounded.dtype == tl.bfloat16 else 2**-11 / 127
             LEAST: tl.constexpr = 2**-126 if rounded.dtype == tl.bfloat16 else 2**-14
-            rest = rest / 127 * place(exact, HALF, LEAST)
+            rest *= STEP * unit(exact, LEAST)
         exact += rest
     return exact
 

@@ -32,16 +32,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from mhar_minimal.kernels.fused import (
-    channels_of_a_token,
-    fake_rest,
-    merge,
-    places,
-    read_exact,
-    room_for_rest,
-    rounded,
-    write_rest,
-)
+from mhar_minimal.kernels.fused import fake_rest, read_exact, room_for_rest, rounded, write_rest
 from mhar_minimal.kernels.launch import (
     DTYPES,
     INTERPRETED,
@@ -55,6 +46,20 @@ from mhar_minimal.kernels.launch import (
     stored,
     together,
     tokens_of,
+)
+from mhar_minimal.kernels.tiles import (
+    add,
+    channels_of_a_token,
+    floats,
+    inner,
+    load,
+    mean_square,
+    only,
+    places,
+    scaled,
+    store,
+    tile_sides,
+    times,
 )
 
 STEP = 16  # sources, or later sites, per step of the block kernels
@@ -127,6 +132,7 @@ def norm_backward(
 @kernel("tokens", "site", "nth")
 def read_forward(
     sources,  # COUNT sources written inside the block before this site, oldest first, [tokens, D] each
+    rs,  # r of all but the newest, float32 [tokens] each
     q_ptr,  # all queries q ⊙ g, float32 [sites, D]
     gain_ptr,  # of the norms behind the sites, float32 [sites, D]; None without NORM
     early_ptr,  # phase 1 of the block, an online softmax to go on with: acc, float32 [block, tokens, D], and
@@ -136,6 +142,7 @@ def read_forward(
     normed_ptr,  # out, the read-out behind the norm, storage dtype [tokens, D]; None without NORM
     lse_ptr,  # out, float32 [tokens, H]; None without KEEP
     r_ptr,  # out, r of the newest source, float32 [tokens]
+    rho_ptr,  # out, of the norm, float32 [tokens]; None without NORM or KEEP
     tokens,
     site,
     nth,  # of the site in the block
@@ -149,64 +156,74 @@ def read_forward(
     H: tl.constexpr,
     K: tl.constexpr,  # D / H
     TT: tl.constexpr,  # tokens per program
-    HP: tl.constexpr,  # H and K, rounded up to powers of two
-    KP: tl.constexpr,
+    HP: tl.constexpr,  # H rounded up to a power of two
+    KM: tl.constexpr,  # sides of the tiles that hold a head
+    KT: tl.constexpr,
 ):
     t = tl.program_id(0).to(tl.int64) * TT + tl.arange(0, TT)
-    channel, inside = channels_of_a_token(H, K, HP, KP)
+    channel, inside = channels_of_a_token(H, K, HP, KM, KT)
     row, here, head, head_here = places(t, t < tokens, channel, inside, D, H, HP)
     behind = nth * tokens.to(tl.int64)
-    q = tl.load(q_ptr + site * D + channel, mask=inside, other=0.0)
+    q = load(q_ptr + site * D, channel, inside)
     early = early_ml_ptr + 2 * (behind * H + head)
     m = tl.load(early, mask=head_here, other=0.0)
     l = tl.load(early + 1, mask=head_here, other=1.0)
-    acc = tl.load(early_ptr + behind * D + row, mask=here, other=0.0)
+    acc = load(early_ptr + behind * D, row, here)
     values = ()  # all loads first: none may pass the barriers of a reduction
     for i in tl.static_range(COUNT):
-        values += (tl.load(sources[i] + row, mask=here, other=0.0),)
+        values += (load(sources[i], row, here),)
     for i in tl.static_range(COUNT):
-        v = values[i].to(tl.float32)
-        r = tl.rsqrt(tl.sum(tl.sum(v * v, 2), 1) / D + eps)  # [TT], over the full width
-        _, m, l, acc = merge(v, r, q, m, l, acc)
+        v = floats(values[i])
         if i == COUNT - 1:
+            r = tl.rsqrt(mean_square(v, D) + eps)  # [TT]
             tl.store(r_ptr + t, r, mask=t < tokens)
-    acc = acc * (1 / l)[:, :, None]
+        else:
+            r = tl.load(rs[i] + t, mask=t < tokens, other=0.0)
+        logit = inner(v, q) * r[:, None]
+        # The larger of the two weighs 1 without a look at the difference: product and subtraction will be fused, and
+        # then a logit minus itself is not zero.
+        less = tl.exp(-tl.abs(logit - m))
+        old, p = tl.where(logit > m, less, 1.0), tl.where(logit > m, 1.0, less)
+        m, l, acc = tl.maximum(m, logit), l * old + p, add(scaled(acc, old), scaled(v, p))
+    acc = scaled(acc, 1 / l)
     if KEEP or not NORM:
-        tl.store(readout_ptr + row, acc, mask=here)
+        store(readout_ptr, row, acc, here)
     if KEEP:
         tl.store(lse_ptr + head, m + tl.log(l), mask=head_here)
     if REST:
-        write_rest(rest_ptr + row, here, acc, readout_ptr.dtype.element_ty)
+        for i in tl.static_range(len(acc)):
+            write_rest(rest_ptr + row[i], here[i], acc[i], readout_ptr.dtype.element_ty)
     if NORM:
-        gain = tl.load(gain_ptr + site * D + channel, mask=inside, other=0.0)
-        rho = tl.rsqrt(tl.sum(tl.sum(acc * acc, 2), 1) / D + norm_eps)  # [TT]
-        tl.store(normed_ptr + row, acc * rho[:, None, None] * gain, mask=here)
+        gain = load(gain_ptr + site * D, channel, inside)
+        rho = tl.rsqrt(mean_square(acc, D) + norm_eps)  # [TT]
+        if KEEP:
+            tl.store(rho_ptr + t, rho, mask=t < tokens)
+        store(normed_ptr, row, times(scaled(acc, rho[:, None]), gain), here)
 
 
-@kernel("rows", "part", "stats", "radial", "dlr", "rho", "tokens", "site", "slot", "count", "sites")
+@kernel("rows", "part", "stats", "radial", "dlr", "tokens", "site", "slot", "count", "sites")
 def source_backward(
     dout_ptr,  # gradient of what this site gave, [tokens, D]: of its read-out, with NORM of that behind the norm
     readout_ptr,
     rest_ptr,
     lse_ptr,
-    v_ptr,  # the source written before this site, [tokens, D]; None without SOURCE
+    v_ptr,  # the source written before this site, [tokens, D], and its r; None without SOURCE
+    r_ptr,
     q_ptr,  # all queries, float32 [sites, D]
-    gain_ptr,  # of the norms, float32 [sites, D]; None without NORM
+    gain_ptr,  # of the norms, float32 [sites, D], and of this one rho, float32 [tokens]; None without NORM
+    rho_ptr,
     ledger_ptr,  # in and out, its sections at these offsets:
     rows,  # the read-outs' gradients, stored [sites, tokens, D]
     part,  # what later blocks send the block's sources, stored [room, tokens, D]
     stats,  # lse and δ, float32 [tokens, H, sites, 2]
     radial,  # the norm's share of part, float32 [room, tokens, H]
-    dlr,  # dlogit · r of this source, float32 [tokens, H, count]
-    rho,  # of the norm behind this site, float32 [tokens]
+    dlr,  # dlogit · r of this source, float32 [H, count, tokens]
     dv_ptr,  # out, [tokens, D]
     tokens,
     site,
     slot,  # of the source in its block
     count,  # sites of this block that read the source, this one first
     sites,
-    eps,
-    norm_eps,
     SOURCE: tl.constexpr,
     PART: tl.constexpr,  # whether later blocks read the source
     REST: tl.constexpr,
@@ -217,68 +234,70 @@ def source_backward(
     K: tl.constexpr,
     TT: tl.constexpr,
     HP: tl.constexpr,
-    KP: tl.constexpr,
+    KM: tl.constexpr,
+    KT: tl.constexpr,
 ):
     t = tl.program_id(0).to(tl.int64) * TT + tl.arange(0, TT)
-    channel, inside = channels_of_a_token(H, K, HP, KP)
+    channel, inside = channels_of_a_token(H, K, HP, KM, KT)
     row, here, head, head_here = places(t, t < tokens, channel, inside, D, H, HP)
     plane = tokens.to(tl.int64) * D
-    rows_ptr = section(ledger_ptr, rows, STORED) + site * plane + row
+    rows_ptr = section(ledger_ptr, rows, STORED) + site * plane
     stat = ledger_ptr + stats + head * (2 * sites)
-    dlr_ptr = ledger_ptr + dlr + head * count
+    dlr_ptr = ledger_ptr + dlr + tl.arange(0, HP)[None, :] * (count * tokens.to(tl.int64)) + t[:, None]
     # Loads first: none may pass the barriers of a reduction. So a later site's gradient is read a round ahead, too.
-    dout = tl.load(dout_ptr + row, mask=here, other=0.0).to(tl.float32)
-    readout = read_exact(readout_ptr, rest_ptr, row, here, REST)
+    dout = floats(load(dout_ptr, row, here))
+    readout = ()
+    for i in tl.static_range(len(row)):
+        readout += (read_exact(readout_ptr, rest_ptr, row[i], here[i], REST),)
     lse = tl.load(lse_ptr + head, mask=head_here, other=0.0)
     if NORM:
-        gain = tl.load(gain_ptr + site * D + channel, mask=inside, other=0.0)
+        gain = load(gain_ptr + site * D, channel, inside)
+        rho = tl.load(rho_ptr + t, mask=t < tokens, other=0.0)
     if SOURCE:
-        value = tl.load(v_ptr + row, mask=here, other=0.0)
-        q_ptr += site * D + channel
-        q = tl.load(q_ptr, mask=inside, other=0.0)
-        ahead = tl.load(rows_ptr + plane, mask=here & (count > 1), other=0.0)
+        value = load(v_ptr, row, here)
+        r = tl.load(r_ptr + t, mask=t < tokens, other=0.0)
+        q = load(q_ptr + site * D, channel, inside)
+        ahead = load(rows_ptr + plane, row, only(inside, (t < tokens) & (count > 1)))
         if PART:
-            sent = tl.load(section(ledger_ptr, part, STORED) + slot * plane + row, mask=here, other=0.0)
+            sent = load(section(ledger_ptr, part, STORED) + slot * plane, row, here)
             sent_along = tl.load(ledger_ptr + radial + slot * tokens.to(tl.int64) * H + head, mask=head_here, other=0.0)
     if NORM:
-        scale = tl.rsqrt(tl.sum(tl.sum(readout * readout, 2), 1) / D + norm_eps)  # [TT]
-        scaled = dout * gain
-        same = tl.sum(tl.sum(scaled * readout, 2), 1) * scale * scale / D
-        dout = scale[:, None, None] * (scaled - same[:, None, None] * readout)
-        tl.store(ledger_ptr + rho + t, scale, mask=t < tokens)
-    delta = tl.sum(dout * readout, 2)
-    tl.store(rows_ptr, dout, mask=here)
+        dout = times(dout, gain)
+        same = tl.sum(inner(dout, readout), 1) * rho * rho / D  # [TT]
+        dout = scaled(add(dout, scaled(readout, -same[:, None])), rho[:, None])
+    delta = inner(dout, readout)
+    store(rows_ptr, row, dout, here)
     tl.store(stat + 2 * site, lse, mask=head_here)
     tl.store(stat + 2 * site + 1, delta, mask=head_here)
     if SOURCE:
-        v = value.to(tl.float32)
-        r = tl.rsqrt(tl.sum(tl.sum(v * v, 2), 1) / D + eps)
-        dv, along = contribution(v, r, q, dout, lse, delta, dlr_ptr, head_here)
+        v = floats(value)
+        p, dlr, along = weights(v, r, q, dout, lse, delta, dlr_ptr, head_here)
+        dv = add(scaled(dout, p), scaled(q, dlr))
         for i in range(1, count):
-            dout = ahead.to(tl.float32)
-            ahead = tl.load(rows_ptr + (i + 1) * plane, mask=here & (i + 1 < count), other=0.0)
-            q = tl.load(q_ptr + i * D, mask=inside, other=0.0)
+            dout = floats(ahead)
+            ahead = load(rows_ptr + (i + 1) * plane, row, only(inside, (t < tokens) & (i + 1 < count)))
+            q = load(q_ptr + (site + i) * D, channel, inside)
             lse = tl.load(stat + 2 * (site + i), mask=head_here, other=0.0)
             delta = tl.load(stat + 2 * (site + i) + 1, mask=head_here, other=0.0)
-            more, turned = contribution(v, r, q, dout, lse, delta, dlr_ptr + i, head_here)
-            dv += more
+            p, dlr, turned = weights(v, r, q, dout, lse, delta, dlr_ptr + i * tokens.to(tl.int64), head_here)
+            dv = add(add(dv, scaled(dout, p)), scaled(q, dlr))
             along += turned
         if PART:
-            dv += sent.to(tl.float32)
+            dv = add(dv, floats(sent))
             along += sent_along
         shrink = tl.sum(along, 1) * r * r / D  # [TT]: the norm's backward
-        tl.store(dv_ptr + row, dv - shrink[:, None, None] * v, mask=here)
+        store(dv_ptr, row, add(dv, scaled(v, -shrink[:, None])), here)
 
 
 @triton.jit
-def contribution(v, r, q, dout, lse, delta, dlr_ptr, head_here):
-    """What one site sends the source v: its gradient [TT, HP, KP] without the norm's share, and dlogit · logit."""
-    logit = tl.sum((v * r[:, None, None]) * q, 2)
+def weights(v, r, q, dout, lse, delta, dlr_ptr, head_here):
+    """What a source v weighs at a site, [TT, HP], and dlogit · r, which is written, too; and dlogit · logit."""
+    logit = inner(v, q) * r[:, None]
     p = tl.exp(logit - lse)
-    dlogit = p * (tl.sum(dout * v, 2) - delta)
+    dlogit = p * (inner(dout, v) - delta)
     dlr = dlogit * r[:, None]
     tl.store(dlr_ptr, dlr, mask=head_here)
-    return p[:, :, None] * dout + dlr[:, :, None] * q, dlogit * logit
+    return p, dlr, dlogit * logit
 
 
 @triton.jit
@@ -628,16 +647,16 @@ def block_backward(
     tl.store(ledger_ptr + radial + out * H + h, turned, mask=(j < count) & (mine == 0))
 
 
-@kernel("dlr", "dq", "dgain", "rho", "tokens", "count", "site", "later", "sites", "chunk")
+@kernel("dlr", "dq", "dgain", "tokens", "count", "site", "later", "sites", "chunk")
 def query_backward(
     table,  # int64 [count]: addresses of sources; with ONE the source itself; None without SOURCE
     like_ptr,
-    dlr_ptr,  # dlogit · r, float32 [tokens, H, later, count], begins here
+    dlr_ptr,  # dlogit · r, float32 [tokens, H, later, count] (with ONE [H, later, tokens]), begins here
     dlr,  # plus so many numbers
     ledger_ptr,  # in and out, its sections at these offsets:
     dq,  # the queries' gradient, float32 [PARTS, sites, D]
     dgain,  # the norm gains', likewise
-    rho,  # of the norm behind the first of the sites, float32 [tokens]
+    rho_ptr,  # of the norm behind the first of the sites, float32 [tokens]; None without NORM
     dout_ptr,  # gradient of what one site gave behind its norm, [tokens, D]; None without NORM
     readout_ptr,
     rest_ptr,
@@ -675,18 +694,22 @@ def query_backward(
     for start in range(part * chunk, tl.minimum((part + 1) * chunk, tokens), TM):
         t = (start + x // JP).to(tl.int64)
         inside = (t < tokens) & (t < (part + 1) * chunk) & (j < count)
-        here = inside[:, None] & (k < K)[None, :]
+        t = tl.minimum(t, tokens - 1)  # a token outside is one inside once more, with weight zero
         at = (t * D)[:, None] + (h * K + k)[None, :]
+        here = (x >= 0)[:, None] & (k < K)[None, :]
         if SOURCE:
             v = tl.load(tl.multiple_of(base, 16)[:, None] + at, mask=here, other=0.0).to(tl.float32)
-            given = dlr_ptr + dlr + ((t * H + h) * (later * count) + j)[None, :] + s[:, None] * count
+            if ONE:
+                given = dlr_ptr + dlr + t[None, :] + (h * later + s)[:, None] * tokens.to(tl.int64)
+            else:
+                given = dlr_ptr + dlr + ((t * H + h) * (later * count) + j)[None, :] + s[:, None] * count
             sent = tl.load(given, mask=(s < later)[:, None] & inside[None, :], other=0.0)
             acc = tl.dot(sent, v, acc, input_precision=PRECISION)
         if NORM:
             dout = tl.load(dout_ptr + at, mask=here, other=0.0).to(tl.float32)
             readout = read_exact(readout_ptr, rest_ptr, at, here, REST)
-            scale = tl.load(ledger_ptr + rho + t, mask=inside, other=0.0)
-            gained += tl.sum(dout * readout * scale[:, None], 0)
+            rho = tl.load(rho_ptr + t, mask=inside, other=0.0)
+            gained += tl.sum(dout * readout * rho[:, None], 0)
     to = (part.to(tl.int64) * sites + site) * D + h * K + k
     if SOURCE:
         at = ledger_ptr + dq + to[None, :] + s[:, None] * D
@@ -718,6 +741,15 @@ def block_constants(dtype: torch.dtype, dim: int, heads: int, block: int) -> dic
 
 
 @functools.cache
+def row_constants(dim: int, heads: int, together: int, **flags: bool | int) -> dict:
+    """The compile-time constants of the site kernels; flags are a kernel's own."""
+    hp, (main, tail) = triton.next_power_of_2(heads), tile_sides(dim // heads)
+    warps = triton.next_power_of_2(max(1, min(16, ceil(hp * (main + tail), 512))))
+    sides = {"D": dim, "H": heads, "K": dim // heads, "TT": together, "HP": hp, "KM": main, "KT": tail}
+    return {**flags, **sides, "num_warps": warps}
+
+
+@functools.cache
 def query_constants(dtype: torch.dtype, dim: int, heads: int, count: int, **flags: bool) -> dict:
     """The compile-time constants of `query_backward` for so many sources."""
     width, several = dim // heads, triton.next_power_of_2(count)
@@ -736,8 +768,7 @@ class Sections(NamedTuple):
     part: int  # what later blocks send a block's sources, stored [room, tokens, D]
     stats: int  # lse and δ, float32 [tokens, H, sites, 2]
     radial: int  # the norm's share of part, float32 [room, tokens, H]
-    dlr: int  # dlogit · r of one source, float32 [tokens, H, room]
-    rho: int  # of the norm behind one site, float32 [tokens]
+    dlr: int  # dlogit · r of one source, float32 [H, room, tokens]
     dq: int  # the queries' gradient, float32 [PARTS, sites, D]
     dgain: int  # the norm gains', float32 [PARTS, sites, D]
     end: int
@@ -747,7 +778,7 @@ class Sections(NamedTuple):
 def sections(tokens: int, dim: int, dtype: torch.dtype, sites: int, room: int, heads: int) -> Sections:
     """For storage in this dtype. Every section begins at a multiple of 16 bytes, and has room behind it."""
     rows, part = (ceil(n * tokens * dim * dtype.itemsize, 4) for n in (sites, room))
-    lengths = rows, part, 2 * tokens * heads * sites, room * tokens * heads, tokens * heads * room, tokens
+    lengths = rows, part, 2 * tokens * heads * sites, room * tokens * heads, tokens * heads * room
     padded = [4 * ceil(n, 4) + APART for n in (*lengths, PARTS * sites * dim, PARTS * sites * dim)]
     return Sections(*itertools.accumulate(padded, initial=0))
 
@@ -897,7 +928,7 @@ def begin_backward(
         constants = query_constants(like.dtype, dim, heads, count, SOURCE=True, ONE=False, REST=False, NORM=False)
         query_backward(
             (ceil(later, STEP), heads * constants["NC"], PARTS), constants,
-            table, like, dlr, 0, ledger, at.dq, at.dgain, at.rho, None, None, None,
+            table, like, dlr, 0, ledger, at.dq, at.dgain, None, None, None, None,
             tokens, count, site, later, sites, ceil(tokens, PARTS),
         )  # fmt: skip
         if newest:
@@ -946,9 +977,9 @@ begin.differentiable(_begin_setup, _begin_backward, first=2)
 @operation("read")
 def read(
     ledger: Tensor, newest: Tensor | None, like: Tensor, q: Tensor, gains: Tensor | None, early: Tensor,
-    early_ml: Tensor, local: list[Tensor], site: int, nth: int, end: int, slot: int, room: int, heads: int, eps: float,
-    norm_eps: float, keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    early_ml: Tensor, local: list[Tensor], rs: list[Tensor], site: int, nth: int, end: int, slot: int, room: int,
+    heads: int, eps: float, norm_eps: float, keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The read-out of one site, phase 1 merged with the sources of its own block.
 
     Args:
@@ -958,7 +989,8 @@ def read(
         q: all queries q ⊙ g, float32 [sites, D].
         gains: of the RMSNorms behind the sites, float32 [sites, D]: the read-out is given behind its norm; or None.
         early, early_ml: phase 1 of the block, from `begin`.
-        local: the older sources of the block, [B, T, D] each; their gradients are their own sites' business.
+        local, rs: the older sources of the block, [B, T, D] each, and r of each, float32 [B, T]; their gradients are
+            their own sites' business.
         site, nth: this site, in the model and in the block.
         end: the first site that does not read ``newest`` within the block.
         slot: of ``newest`` among the sources that the next block publishes; -1 if it is none of them.
@@ -967,8 +999,8 @@ def read(
 
     Returns:
         The ledger; the read-out in the storage dtype, [B, T, D], with ``gains`` behind the norm; r of ``newest``; and
-        for the backward (empty without ``keep``) the read-out itself (with ``gains``, else empty), its rest and lse
-        [B, T, H].
+        for the backward (empty without ``keep``) the read-out itself (with ``gains``, else empty), its rest, lse
+        [B, T, H], and the norm's rho [B, T] (with ``gains``, else empty).
     """
     sources, tokens = local if newest is None else [*local, newest], tokens_of(like)
     norm, tt = gains is not None, together(tokens)
@@ -976,35 +1008,36 @@ def read(
     rest = room_for_rest(readout, like.dtype) if keep else None
     lse = like.new_empty(*like.shape[:-1], heads, dtype=torch.float32) if keep else None
     r = like.new_empty(like.shape[:-1], dtype=torch.float32)
+    rho = torch.empty_like(r) if keep and norm else None
     if tokens:
         flags = dict(COUNT=len(sources), KEEP=keep, REST=rest is not None, NORM=norm)
-        constants = site_constants(like.shape[-1], heads, tt, **flags)
+        constants = row_constants(like.shape[-1], heads, tt, **flags)
         read_forward(
-            (ceil(tokens, tt), 1, 1), constants, tuple(sources) or (like,),
-            q, gains, early, early_ml, readout, rest, normed, lse, r, tokens, site, nth, eps, norm_eps,
+            (ceil(tokens, tt), 1, 1), constants, tuple(sources) or (like,), tuple(rs) or (r,),
+            q, gains, early, early_ml, readout, rest, normed, lse, r, rho, tokens, site, nth, eps, norm_eps,
         )  # fmt: skip
     if not keep:
         given = (normed if norm else readout).to(like.dtype)
-        return passed_on(ledger), given, r, *(like.new_empty(0) for _ in range(3))
+        return passed_on(ledger), given, r, *(like.new_empty(0) for _ in range(4))
     readout, rest = rounded(readout, rest, like.dtype)
     if norm:
-        return passed_on(ledger), normed.to(like.dtype), r, readout, rest, lse
-    return passed_on(ledger), readout, r, like.new_empty(0), rest, lse
+        return passed_on(ledger), normed.to(like.dtype), r, readout, rest, lse, rho
+    return passed_on(ledger), readout, r, like.new_empty(0), rest, lse, like.new_empty(0)
 
 
 @read.fake
-def _(ledger, newest, like, q, gains, early, early_ml, local, site, nth, end, slot, room, heads, eps, norm_eps, keep):
+def _(ledger, newest, like, q, gains, early, early_ml, local, rs, site, nth, end, slot, room, heads, *numbers):
     given, r = torch.empty_like(like), q.new_empty(like.shape[:-1])
-    if not keep:
-        return passed_on(ledger), given, r, *(like.new_empty(0) for _ in range(3))
-    readout = like.new_empty(0) if gains is None else torch.empty_like(like)
-    return passed_on(ledger), given, r, readout, fake_rest(like), q.new_empty(*like.shape[:-1], heads)
+    if not numbers[-1]:  # keep
+        return passed_on(ledger), given, r, *(like.new_empty(0) for _ in range(4))
+    readout, rho = (like.new_empty(0) if gains is None else torch.empty_like(x) for x in (like, r))
+    return passed_on(ledger), given, r, readout, fake_rest(like), q.new_empty(*like.shape[:-1], heads), rho
 
 
 @operation("read_backward", mutates=("ledger",))
 def read_backward(
-    ledger: Tensor, dout: Tensor, readout: Tensor, rest: Tensor, lse: Tensor, q: Tensor, gains: Tensor | None,
-    newest: Tensor | None, site: int, end: int, slot: int, room: int, heads: int, eps: float, norm_eps: float,
+    ledger: Tensor, dout: Tensor, readout: Tensor, rest: Tensor, lse: Tensor, rho: Tensor, q: Tensor,
+    gains: Tensor | None, newest: Tensor | None, r: Tensor, site: int, end: int, slot: int, room: int, heads: int,
 ) -> Tensor:  # fmt: skip
     """Enter this site's row in the ledger; returns the gradient of the newest source (empty without one)."""
     tokens, dim, sites, count = tokens_of(readout), readout.shape[-1], q.shape[0], end - site
@@ -1014,44 +1047,43 @@ def read_backward(
         at, tt = sections_for(readout, sites, room, heads), together(tokens)
         held = rest if rest.numel() else None
         flags = dict(SOURCE=source, REST=held is not None, NORM=norm)
-        constants = site_constants(dim, heads, tt, PART=slot >= 0, **flags, STORED=DTYPES[dv.dtype])
+        constants = row_constants(dim, heads, tt, PART=slot >= 0, **flags, STORED=DTYPES[dv.dtype])
         source_backward(
             (ceil(tokens, tt), 1, 1), constants,
-            dout, readout, held, lse, newest, q, gains,
-            ledger, at.rows, at.part, at.stats, at.radial, at.dlr, at.rho, dv,
-            tokens, site, slot, count, sites, eps, norm_eps,
+            dout, readout, held, lse, newest, r if source else None, q, gains, rho if norm else None,
+            ledger, at.rows, at.part, at.stats, at.radial, at.dlr, dv, tokens, site, slot, count, sites,
         )  # fmt: skip
         if source or norm:
             constants = query_constants(readout.dtype, dim, heads, 1, ONE=True, **flags)
             query_backward(
                 (1, heads * constants["NC"], PARTS), constants,
-                newest, readout, ledger, at.dlr, ledger, at.dq, at.dgain, at.rho, dout, readout, held,
+                newest, readout, ledger, at.dlr, ledger, at.dq, at.dgain, rho if norm else None, dout, readout, held,
                 tokens, 1, site, count, sites, ceil(tokens, PARTS),
             )  # fmt: skip
     return dv.to(readout.dtype)
 
 
 @read_backward.fake
-def _(ledger, dout, readout, rest, lse, q, gains, newest, *numbers):
+def _(ledger, dout, readout, rest, lse, rho, q, gains, newest, *numbers):
     return torch.empty_like(readout) if newest is not None else readout.new_empty(0)
 
 
 def _read_setup(ctx, inputs, output):
-    _, newest, _, q, gains, _, _, _, site, _, end, slot, room, heads, eps, norm_eps, _ = inputs
-    _, given, r, readout, rest, lse = output
-    ctx.numbers = site, end, slot, room, heads, eps, norm_eps
+    _, newest, _, q, gains, _, _, _, _, site, _, end, slot, room, heads, *_ = inputs
+    _, given, r, readout, rest, lse, rho = output
+    ctx.numbers = site, end, slot, room, heads
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(r)
-    ctx.save_for_backward(q, gains, given if gains is None else readout, rest, lse, newest)
+    ctx.save_for_backward(q, gains, given if gains is None else readout, rest, lse, rho, newest, r)
 
 
 def _read_backward(ctx, ledger, dout, *_):
-    q, gains, readout, rest, lse, newest = ctx.saved_tensors
-    site, _, _, room, heads, *_ = ctx.numbers
+    q, gains, readout, rest, lse, rho, newest, r = ctx.saved_tensors
+    site, _, _, room, heads = ctx.numbers
     dout = torch.zeros_like(readout) if dout is None else laid_out(dout, readout.dtype)
     if ledger is None:
         ledger = open_ledger.inside(ctx)(dout, site, q.shape[0], room, heads)
-    dv = read_backward.inside(ctx)(ledger, dout, readout, rest, lse, q, gains, newest, *ctx.numbers)
+    dv = read_backward.inside(ctx)(ledger, dout, readout, rest, lse, rho, q, gains, newest, r, *ctx.numbers)
     return ledger, None if newest is None else dv
 
 
@@ -1145,8 +1177,8 @@ class TwoPhase:
         """The read-out of this site, and r of ``newest``."""
         self.ledger, readout, r = read(
             self.ledger, newest, self.like, self.q, gains, self.early, self.early_ml, self.local,
-            self.site, self.site - self.first, end, slot, self.room, self.heads, self.eps, self.norm_eps,
-            torch.is_grad_enabled(),
+            self.rs[len(self.done) :], self.site, self.site - self.first, end, slot, self.room, self.heads, self.eps,
+            self.norm_eps, torch.is_grad_enabled(),
         )  # fmt: skip
         self.site += 1
         return readout, r

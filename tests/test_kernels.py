@@ -240,8 +240,7 @@ def test_no_section_of_a_ledger_runs_into_the_next(residual, monkeypatch):
     at = two_phase.sections_for(like, sites, room, heads)
     lengths = dict(
         rows=sites * tokens * dim, part=room * tokens * dim, stats=2 * tokens * heads * sites,
-        radial=room * tokens * heads, dlr=room * tokens * heads, rho=tokens,
-        dq=parts * sites * dim, dgain=parts * sites * dim,
+        radial=room * tokens * heads, dlr=room * tokens * heads, dq=parts * sites * dim, dgain=parts * sites * dim,
     )  # fmt: skip
     assert list(lengths) == list(at._fields[:-1])
     for (name, length), begin, end in zip(lengths.items(), at, at[1:], strict=False):
@@ -511,12 +510,12 @@ def test_operators_are_what_they_declare(normed):
         opcheck(ops.begin, (ledger, newest, *args, EPS), test_utils=static)
         _, early, early_ml, _ = ops.begin(ledger, newest, *args, EPS)
         opcheck(ops.begin_backward, (real, halves, scale, sources[:2], rs, newest is not None, 2, room, heads))
-        args = (sources[0], q, gains, early, early_ml, sources[:1], 3, 1, 4, 0, room, heads, EPS, EPS)
+        args = (sources[0], q, gains, early, early_ml, sources[:1], rs[:1], 3, 1, 4, 0, room, heads, EPS, EPS)
         for keep in (False, True):
             opcheck(ops.read, (ledger, newest, *args, keep), test_utils=static)
-        _, given, _, readout, rest, lse = (x.detach() for x in ops.read(ledger, newest, *args, True))
+        _, given, r, readout, rest, lse, rho = (x.detach() for x in ops.read(ledger, newest, *args, True))
         newest = None if newest is None else newest.detach()
-        args = (readout if normed else given, rest, lse, q, gains, newest, 3, 4, 0, room, heads, EPS, EPS)
+        args = (readout if normed else given, rest, lse, rho, q, gains, newest, r, 3, 4, 0, room, heads)
         opcheck(ops.read_backward, (real, dout, *args))
 
 
