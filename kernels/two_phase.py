@@ -453,13 +453,14 @@ def block_forward(
         i = start + tl.arange(0, GP)
         at = tl.minimum(i, count - 1)  # past the end the last source once more, with weight zero
         base = tl.load(table + at).to(like_ptr.dtype) + t * D
-        r = tl.load(r_ptr + at * tokens + t)
+        r = tl.load(r_ptr + at * tokens + t)  # all loads first
         logit = tl.zeros([GP, SP], tl.float32)
         if NC == 1:
             v = channels(base, h, 0, K, KM, FM, DOT)
-            logit = dot2(v, high, low, logit, SPLIT, PRECISION)
             if KT:
                 v_t = channels(base, h, KM, K, KT, FT, DOT)
+            logit = dot2(v, high, low, logit, SPLIT, PRECISION)
+            if KT:
                 logit = dot2(v_t, high_t, low_t, logit, SPLIT, PRECISION)
         else:
             v = channels(base, h, mine, K, KM, FM, DOT)
@@ -526,12 +527,13 @@ def block_scores_backward(
     logit = tl.zeros([GP, SP], tl.float32)
     dov = tl.zeros([GP, SP], tl.float32)
     for c in range(NC):
-        high, low = queries(high_ptr, low_ptr, at, h, c * KM, D, K, KM, KM * NC == K, DOT, SPLIT)
+        high, low = queries(high_ptr, low_ptr, at, h, c * KM, D, K, KM, KM * NC == K, DOT, SPLIT)  # all loads first
         v = tl.trans(channels(base, h, c * KM, K, KM, KM * NC == K, DOT))
+        dout = channels(back, h, c * KM, K, KM, KM * NC == K, DOT)
         logit = tl.dot(high, v, logit, input_precision=PRECISION)
         if SPLIT:
             logit = tl.dot(low, v, logit, input_precision=PRECISION)
-        dov = tl.dot(channels(back, h, c * KM, K, KM, KM * NC == K, DOT), v, dov, input_precision=PRECISION)
+        dov = tl.dot(dout, v, dov, input_precision=PRECISION)
     score = scores_ptr + ((t * H + h) * (sites - site) + s - site)[:, None] * (2 * SP) + j[None, :]
     tl.store(score, logit, mask=(s < sites)[:, None])
     tl.store(score + SP, dov, mask=(s < sites)[:, None])
@@ -592,18 +594,23 @@ def block_backward(
         at = tl.minimum(s, sites - 1)
         row = at.to(tl.int64) * tokens + t
         back = rows_ptr + row * D
+        scale = tl.load(scale_ptr + at)  # all loads first
+        stat = ledger_ptr + stats + (t * H + h) * (2 * sites) + 2 * at
+        lse = tl.load(stat)
+        delta = tl.load(stat + 1)
         logit = tl.zeros([GP, SP], tl.float32)
         dov = tl.zeros([GP, SP], tl.float32)
         if NC == 1:
             high, low = queries(high_ptr, low_ptr, at, h, 0, D, K, KM, FM, DOT, SPLIT)
             dout = channels(back, h, 0, K, KM, FM, DOT)
+            if KT:
+                high_t, low_t = queries(high_ptr, low_ptr, at, h, KM, D, K, KT, FT, DOT, SPLIT)
+                dout_t = channels(back, h, KM, K, KT, FT, DOT)
             logit = tl.dot(high, v, logit, input_precision=PRECISION)
             if SPLIT:
                 logit = tl.dot(low, v, logit, input_precision=PRECISION)
             dov = tl.dot(dout, v, dov, input_precision=PRECISION)
             if KT:
-                high_t, low_t = queries(high_ptr, low_ptr, at, h, KM, D, K, KT, FT, DOT, SPLIT)
-                dout_t = channels(back, h, KM, K, KT, FT, DOT)
                 logit = tl.dot(high_t, v_t, logit, input_precision=PRECISION)
                 if SPLIT:
                     logit = tl.dot(low_t, v_t, logit, input_precision=PRECISION)
@@ -614,10 +621,6 @@ def block_backward(
             score = scores_ptr + ((t * H + h) * (sites - site) + at - site)[:, None] * (2 * SP) + j[None, :]
             logit = tl.load(score)
             dov = tl.load(score + SP)
-        scale = tl.load(scale_ptr + at)
-        stat = ledger_ptr + stats + (t * H + h) * (2 * sites) + 2 * at
-        lse = tl.load(stat)
-        delta = tl.load(stat + 1)
         logit = logit * (scale[:, None] * r[None, :])
         p = tl.where((s < sites)[:, None], tl.exp(logit - lse[:, None]), 0.0)
         dl = tl.where((s > 0)[:, None], p * (dov - delta[:, None]), 0.0)  # site 0: one source, weight 1 whatever q
@@ -659,7 +662,6 @@ def query_backward(
     rho_ptr,  # of the norm behind the first of the sites, float32 [tokens]; None without NORM
     dout_ptr,  # gradient of what one site gave behind its norm, [tokens, D]; None without NORM
     readout_ptr,
-    rest_ptr,
     tokens,
     count,
     site,  # the first of the later sites
@@ -668,7 +670,6 @@ def query_backward(
     chunk,  # tokens of one part
     SOURCE: tl.constexpr,
     ONE: tl.constexpr,
-    REST: tl.constexpr,
     NORM: tl.constexpr,
     D: tl.constexpr,
     H: tl.constexpr,
@@ -686,9 +687,12 @@ def query_backward(
     s = tl.program_id(0) * SP + tl.arange(0, SP)
     x = tl.arange(0, TM * JP)
     j = x % JP
+    to = (part.to(tl.int64) * sites + site) * D + h * K + k
     if SOURCE:
         base = table + 0 * j if ONE else tl.load(table + tl.minimum(j, count - 1)).to(like_ptr.dtype)
-        acc = tl.zeros([SP, KC], tl.float32)
+        dq_ptr = ledger_ptr + dq + to[None, :] + s[:, None] * D
+        mask = (s < later)[:, None] & (k < K)[None, :]
+        acc = tl.load(dq_ptr, mask=mask, other=0.0)
     if NORM:
         gained = tl.zeros([KC], tl.float32)
     for start in range(part * chunk, tl.minimum((part + 1) * chunk, tokens), TM):
@@ -697,24 +701,23 @@ def query_backward(
         t = tl.minimum(t, tokens - 1)  # a token outside is one inside once more, with weight zero
         at = (t * D)[:, None] + (h * K + k)[None, :]
         here = (x >= 0)[:, None] & (k < K)[None, :]
-        if SOURCE:
-            v = tl.load(tl.multiple_of(base, 16)[:, None] + at, mask=here, other=0.0).to(tl.float32)
+        if SOURCE:  # all loads first
+            v = tl.load(tl.multiple_of(base, 16)[:, None] + at, mask=here, other=0.0)
             if ONE:
                 given = dlr_ptr + dlr + t[None, :] + (h * later + s)[:, None] * tokens.to(tl.int64)
             else:
                 given = dlr_ptr + dlr + ((t * H + h) * (later * count) + j)[None, :] + s[:, None] * count
             sent = tl.load(given, mask=(s < later)[:, None] & inside[None, :], other=0.0)
-            acc = tl.dot(sent, v, acc, input_precision=PRECISION)
         if NORM:
-            dout = tl.load(dout_ptr + at, mask=here, other=0.0).to(tl.float32)
-            readout = read_exact(readout_ptr, rest_ptr, at, here, REST)
+            dout = tl.load(dout_ptr + at, mask=here, other=0.0)
+            readout = tl.load(readout_ptr + at, mask=here, other=0.0)
             rho = tl.load(rho_ptr + t, mask=inside, other=0.0)
-            gained += tl.sum(dout * readout * rho[:, None], 0)
-    to = (part.to(tl.int64) * sites + site) * D + h * K + k
+        if SOURCE:
+            acc = tl.dot(sent, v.to(tl.float32), acc, input_precision=PRECISION)
+        if NORM:
+            gained += tl.sum(dout.to(tl.float32) * readout.to(tl.float32) * rho[:, None], 0)
     if SOURCE:
-        at = ledger_ptr + dq + to[None, :] + s[:, None] * D
-        mask = (s < later)[:, None] & (k < K)[None, :]
-        tl.store(at, tl.load(at, mask=mask, other=0.0) + acc, mask=mask)
+        tl.store(dq_ptr, acc, mask=mask)
     if NORM:
         tl.store(ledger_ptr + dgain + to, gained, mask=k < K)  # a site gives once in a backward
 
@@ -757,7 +760,7 @@ def query_constants(dtype: torch.dtype, dim: int, heads: int, count: int, **flag
     return {
         **flags, "D": dim, "H": heads, "K": width, "KC": padded, "NC": ceil(width, padded), "SP": STEP,
         "TM": max(1, 32 // several), "JP": several, "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
-        "num_warps": 2,
+        "num_warps": 2, "num_stages": 1,
     }  # fmt: skip
 
 
@@ -925,10 +928,10 @@ def begin_backward(
             table, like, r, ledger, at.rows, at.stats, at.part, at.radial, high, low, scale, scores, dlr,
             tokens, count, site, sites,
         )  # fmt: skip
-        constants = query_constants(like.dtype, dim, heads, count, SOURCE=True, ONE=False, REST=False, NORM=False)
+        constants = query_constants(like.dtype, dim, heads, count, SOURCE=True, ONE=False, NORM=False)
         query_backward(
             (ceil(later, STEP), heads * constants["NC"], PARTS), constants,
-            table, like, dlr, 0, ledger, at.dq, at.dgain, None, None, None, None,
+            table, like, dlr, 0, ledger, at.dq, at.dgain, None, None, None,
             tokens, count, site, later, sites, ceil(tokens, PARTS),
         )  # fmt: skip
         if newest:
@@ -1046,8 +1049,9 @@ def read_backward(
     if tokens:
         at, tt = sections_for(readout, sites, room, heads), together(tokens)
         held = rest if rest.numel() else None
-        flags = dict(SOURCE=source, REST=held is not None, NORM=norm)
-        constants = row_constants(dim, heads, tt, PART=slot >= 0, **flags, STORED=DTYPES[dv.dtype])
+        flags = dict(SOURCE=source, NORM=norm)
+        own = dict(REST=held is not None, PART=slot >= 0, STORED=DTYPES[dv.dtype])
+        constants = row_constants(dim, heads, tt, **flags, **own)
         source_backward(
             (ceil(tokens, tt), 1, 1), constants,
             dout, readout, held, lse, newest, r if source else None, q, gains, rho if norm else None,
@@ -1057,7 +1061,7 @@ def read_backward(
             constants = query_constants(readout.dtype, dim, heads, 1, ONE=True, **flags)
             query_backward(
                 (1, heads * constants["NC"], PARTS), constants,
-                newest, readout, ledger, at.dlr, ledger, at.dq, at.dgain, rho if norm else None, dout, readout, held,
+                newest, readout, ledger, at.dlr, ledger, at.dq, at.dgain, rho if norm else None, dout, readout,
                 tokens, 1, site, count, sites, ceil(tokens, PARTS),
             )  # fmt: skip
     return dv.to(readout.dtype)
