@@ -36,7 +36,7 @@ from functools import cache
 from itertools import pairwise, product
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median, stdev
 
 import torch
 from safetensors import safe_open
@@ -264,7 +264,24 @@ def ablate(plan_file: Path, out: Path, device: str, only: str | None, session: d
         write_study(study, out)
     if failed:
         raise ValueError(f"{len(failed)} runs failed: {', '.join(failed)}; what was finished is kept")
+    for line in summary(plan, folders):
+        print(line)
     print(f"wrote {out / 'results'}.csv, timing.csv, probes.csv and study.json")
+
+
+def summary(plan: Plan, folders: dict[Trial, Path]) -> Iterator[str]:
+    """A line per cell of the finished runs: in what it differs from others of its grid, and its last losses."""
+    for grid in plan.grids:
+        losses = defaultdict(list)
+        for trial in plan.trials(grid):
+            if finished(folders[trial]):
+                losses[trial.cell].append(Row(*metadata(folders[trial] / CHECKPOINT)["rows"][-1]).val_loss)
+        named = [name for i, name in enumerate(CELL) if len({cell[i] for cell in losses}) > 1]
+        for cell, of_cell in losses.items():
+            label = ", ".join(f"{name}={getattr(cell, name)}" for name in named if getattr(cell, name) is not None)
+            spread = f" ± {stdev(of_cell):.4f}" if len(of_cell) > 1 else ""
+            of = f"{len(of_cell)} seed" + "s" * (len(of_cell) > 1)
+            yield f"{grid}: {label or cell.residual}: last validation loss {fmean(of_cell):.4f}{spread} ({of})"
 
 
 def run_folders(plan: Plan, out: Path) -> dict[Trial, Path]:

@@ -186,7 +186,8 @@ def test_every_run_is_that_of_train(here, tmp_path, capsys):
     cells = [*MAIN, {"residual": "block", "block_size": 3, "query_init": "random", "lr": 0.01, "steps": 5}]
     file = written(tmp_path, grids=grid(cells, [1, 0]), keep_weights=True)
     assert main(command(file, out)) == 0
-    assert "wrote" in capsys.readouterr().out
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-1].startswith("wrote")
     with open(out / "results.csv", newline="") as opened:
         header, *lines = csv.reader(opened)
     assert header == COLUMNS
@@ -212,6 +213,11 @@ def test_every_run_is_that_of_train(here, tmp_path, capsys):
     seconds = COLUMNS.index("seconds")
     assert [line[:seconds] + line[seconds + 1 :] for line in lines] == wanted
     assert all(float(line[seconds]) > 0 for line in lines if line[COLUMNS.index("step")] != "0")
+    last = [float(line[-1]) for line in lines if line[COLUMNS.index("step")] == line[COLUMNS.index("steps")]][-2:]
+    label = "residual=block, heads=1, block_size=3, query_init=random, lr=0.01, steps=5"
+    mean, spread = sum(last) / 2, abs(last[0] - last[1]) / 2**0.5  # of two numbers
+    assert printed[-2] == f"main: {label}: last validation loss {mean:.4f} ± {spread:.4f} (2 seeds)"
+    assert len(printed) == 6
 
 
 def test_arms_of_a_seed_share_trunk_and_batches(here, tmp_path):
