@@ -1,8 +1,8 @@
 """Depth routing for a block of sites at a time, exact, forward and backward.
 
 Pseudo-queries do not depend on the input. So all sites of a block read the sources that were finished before it in ONE
-pass (phase 1, `block_forward`), and each site then merges in what was written inside its block (phase 2,
-`mhar_minimal.kernels.fused.site_forward`); for an online softmax that is exact.
+pass (phase 1, `block_forward`), and each site then merges in what was written inside its block (phase 2, `read_forward`);
+for an online softmax that is exact.
 
 The backward is the same schedule mirrored. A source needs its gradient only when its own sublayer is differentiated,
 and by then the gradient of every later read-out is known. So gradients are gathered, not scattered: at a block's
