@@ -1,8 +1,8 @@
 """Depth routing for a block of sites at a time, exact, forward and backward.
 
 Pseudo-queries do not depend on the input. So all sites of a block read the sources that were finished before it in ONE
-pass (phase 1, `block_forward`), and each site then merges in what was written inside its block (phase 2, `read_forward`);
-for an online softmax that is exact.
+pass (phase 1, `block_forward`), and each site then merges in what was written inside its block (phase 2,
+`read_forward`); for an online softmax that is exact.
 
 The backward is the same schedule mirrored. A source needs its gradient only when its own sublayer is differentiated,
 and by then the gradient of every later read-out is known. So gradients are gathered, not scattered: at a block's
@@ -453,14 +453,13 @@ def block_forward(
         i = start + tl.arange(0, GP)
         at = tl.minimum(i, count - 1)  # past the end the last source once more, with weight zero
         base = tl.load(table + at).to(like_ptr.dtype) + t * D
-        r = tl.load(r_ptr + at * tokens + t)  # all loads first
+        r = tl.load(r_ptr + at * tokens + t)
         logit = tl.zeros([GP, SP], tl.float32)
         if NC == 1:
             v = channels(base, h, 0, K, KM, FM, DOT)
-            if KT:
-                v_t = channels(base, h, KM, K, KT, FT, DOT)
             logit = dot2(v, high, low, logit, SPLIT, PRECISION)
             if KT:
+                v_t = channels(base, h, KM, K, KT, FT, DOT)
                 logit = dot2(v_t, high_t, low_t, logit, SPLIT, PRECISION)
         else:
             v = channels(base, h, mine, K, KM, FM, DOT)
@@ -527,13 +526,12 @@ def block_scores_backward(
     logit = tl.zeros([GP, SP], tl.float32)
     dov = tl.zeros([GP, SP], tl.float32)
     for c in range(NC):
-        high, low = queries(high_ptr, low_ptr, at, h, c * KM, D, K, KM, KM * NC == K, DOT, SPLIT)  # all loads first
+        high, low = queries(high_ptr, low_ptr, at, h, c * KM, D, K, KM, KM * NC == K, DOT, SPLIT)
         v = tl.trans(channels(base, h, c * KM, K, KM, KM * NC == K, DOT))
-        dout = channels(back, h, c * KM, K, KM, KM * NC == K, DOT)
         logit = tl.dot(high, v, logit, input_precision=PRECISION)
         if SPLIT:
             logit = tl.dot(low, v, logit, input_precision=PRECISION)
-        dov = tl.dot(dout, v, dov, input_precision=PRECISION)
+        dov = tl.dot(channels(back, h, c * KM, K, KM, KM * NC == K, DOT), v, dov, input_precision=PRECISION)
     score = scores_ptr + ((t * H + h) * (sites - site) + s - site)[:, None] * (2 * SP) + j[None, :]
     tl.store(score, logit, mask=(s < sites)[:, None])
     tl.store(score + SP, dov, mask=(s < sites)[:, None])
@@ -594,23 +592,18 @@ def block_backward(
         at = tl.minimum(s, sites - 1)
         row = at.to(tl.int64) * tokens + t
         back = rows_ptr + row * D
-        scale = tl.load(scale_ptr + at)  # all loads first
-        stat = ledger_ptr + stats + (t * H + h) * (2 * sites) + 2 * at
-        lse = tl.load(stat)
-        delta = tl.load(stat + 1)
         logit = tl.zeros([GP, SP], tl.float32)
         dov = tl.zeros([GP, SP], tl.float32)
         if NC == 1:
             high, low = queries(high_ptr, low_ptr, at, h, 0, D, K, KM, FM, DOT, SPLIT)
             dout = channels(back, h, 0, K, KM, FM, DOT)
-            if KT:
-                high_t, low_t = queries(high_ptr, low_ptr, at, h, KM, D, K, KT, FT, DOT, SPLIT)
-                dout_t = channels(back, h, KM, K, KT, FT, DOT)
             logit = tl.dot(high, v, logit, input_precision=PRECISION)
             if SPLIT:
                 logit = tl.dot(low, v, logit, input_precision=PRECISION)
             dov = tl.dot(dout, v, dov, input_precision=PRECISION)
             if KT:
+                high_t, low_t = queries(high_ptr, low_ptr, at, h, KM, D, K, KT, FT, DOT, SPLIT)
+                dout_t = channels(back, h, KM, K, KT, FT, DOT)
                 logit = tl.dot(high_t, v_t, logit, input_precision=PRECISION)
                 if SPLIT:
                     logit = tl.dot(low_t, v_t, logit, input_precision=PRECISION)
@@ -621,6 +614,10 @@ def block_backward(
             score = scores_ptr + ((t * H + h) * (sites - site) + at - site)[:, None] * (2 * SP) + j[None, :]
             logit = tl.load(score)
             dov = tl.load(score + SP)
+        scale = tl.load(scale_ptr + at)
+        stat = ledger_ptr + stats + (t * H + h) * (2 * sites) + 2 * at
+        lse = tl.load(stat)
+        delta = tl.load(stat + 1)
         logit = logit * (scale[:, None] * r[None, :])
         p = tl.where((s < sites)[:, None], tl.exp(logit - lse[:, None]), 0.0)
         dl = tl.where((s > 0)[:, None], p * (dov - delta[:, None]), 0.0)  # site 0: one source, weight 1 whatever q
@@ -701,7 +698,7 @@ def query_backward(
         t = tl.minimum(t, tokens - 1)  # a token outside is one inside once more, with weight zero
         at = (t * D)[:, None] + (h * K + k)[None, :]
         here = (x >= 0)[:, None] & (k < K)[None, :]
-        if SOURCE:  # all loads first
+        if SOURCE:
             v = tl.load(tl.multiple_of(base, 16)[:, None] + at, mask=here, other=0.0)
             if ONE:
                 given = dlr_ptr + dlr + t[None, :] + (h * later + s)[:, None] * tokens.to(tl.int64)
@@ -760,7 +757,7 @@ def query_constants(dtype: torch.dtype, dim: int, heads: int, count: int, **flag
     return {
         **flags, "D": dim, "H": heads, "K": width, "KC": padded, "NC": ceil(width, padded), "SP": STEP,
         "TM": max(1, 32 // several), "JP": several, "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
-        "num_warps": 2, "num_stages": 1,
+        "num_warps": 2,
     }  # fmt: skip
 
 

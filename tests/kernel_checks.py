@@ -27,6 +27,7 @@ from mhar_minimal.kernels.two_phase import TwoPhase
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = 1e-6
+NORM_EPS = 0.1  # of the sublayers' norms; another number, so that the two cannot be mixed up
 MARGIN = 1024  # numbers
 ALLOWED = {"readout": 1.5, "source": 3, "query": 3, "gain": 3, "norm": 3}
 
@@ -93,7 +94,7 @@ def all_sites(scheme: Callable, heads: int, block_size: int | None = None) -> Ca
         parameters = SimpleNamespace(
             query=inputs.query, gain=inputs.gain, heads=heads, block_size=block_size, eps=EPS
         )  # what a scheme wants of `Depth`
-        norms = [nn.RMSNorm(len(gain), EPS) for gain in inputs.norm]
+        norms = [nn.RMSNorm(len(gain), NORM_EPS) for gain in inputs.norm]
         for norm, gain in zip(norms, inputs.norm, strict=True):
             norm.weight = gain
 

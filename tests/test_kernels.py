@@ -4,6 +4,7 @@ Interpreted without a GPU, native with one.
 """
 
 import collections
+import inspect
 import math
 import re
 import subprocess
@@ -225,18 +226,21 @@ def test_nothing_outside_is_read_or_written(residual, name, monkeypatch):
 
 @pytest.mark.parametrize("residual", RESIDUALS)
 def test_no_section_of_a_ledger_runs_into_the_next(residual, monkeypatch):
-    """One allocation, so the margins around it do not see this: the room between its sections must stay as it was."""
+    """One allocation, so the margins around it do not see this: the room between its sections must stay as it was.
+
+    Three heads, which fill no tile of four, and blocks of six sources.
+    """
     monkeypatch.setattr(two_phase, "APART", 256)
     two_phase.sections.cache_clear()
     ledgers, opens = [], two_phase.open_ledger.forward
     keep = lambda *args: ledgers.append((opens(*args), args)) or ledgers[-1][0]  # noqa: E731
     monkeypatch.setattr(two_phase.open_ledger, "forward", keep)
-    inputs, block_size = draw(6, 6, 20, 2, shape=(1, 3), normed=True), 2 if residual == "block" else None
+    inputs, block_size = draw(7, 7, 24, 3, shape=(1, 3), normed=True), 2 if residual == "block" else None
     with guarded_allocations(monkeypatch):
-        results(all_sites(scheduled(2) if block_size is None else impl("two_phase", "block"), 2, block_size), inputs)
+        results(all_sites(scheduled(6) if block_size is None else impl("two_phase", "block"), 3, block_size), inputs)
     two_phase.sections.cache_clear()
     ledger, (like, _, sites, room, heads) = ledgers[-1]
-    tokens, dim, parts = 3, 20, two_phase.PARTS
+    tokens, dim, parts = 3, 24, two_phase.PARTS
     at = two_phase.sections_for(like, sites, room, heads)
     lengths = dict(
         rows=sites * tokens * dim, part=room * tokens * dim, stats=2 * tokens * heads * sites,
@@ -294,6 +298,19 @@ def test_a_byte_holds_what_rounding_took(dtype):
     assert (back - exact).abs().sub(2.0**-15 * exact.abs()).max() <= max(
         limits.smallest_normal, 1e-30
     ) * limits.eps / 127
+    assert (stored.float() - exact).abs().max() > 100 * (back - exact).abs().max()
+
+
+def test_a_byte_holds_what_rounding_to_bfloat16_took():
+    """The interpreter truncates to bfloat16; so numbers that rounding truncates, too."""
+    exact = torch.cat([torch.randn(500) * 10.0**e for e in range(-7, 5)] + [torch.tensor([0.0, -0.0, 1 + 2.0**-9])])
+    truncated = exact.bfloat16().float().view(torch.int32) == exact.view(torch.int32) & -65536
+    exact = exact[truncated].to(DEVICE)
+    n, back = exact.numel(), torch.empty_like(exact)
+    assert n > 2500
+    stored, rest = exact.bfloat16(), torch.empty(n, dtype=torch.int8, device=DEVICE)
+    there_and_back[(1,)](exact, stored, rest, back, n, 8192)
+    assert ((back - exact).abs() <= 2.0**-15 * exact.abs()).all()
     assert (stored.float() - exact).abs().max() > 100 * (back - exact).abs().max()
 
 
@@ -530,6 +547,24 @@ def launches(monkeypatch):
 
     monkeypatch.setattr(launch.Kernel, "__call__", counting)
     return counted
+
+
+def test_every_integer_argument_of_a_kernel_is_named(monkeypatch):
+    """Triton would compile for the value that it meets first, and a later one would get the wrong code."""
+    called, seen = launch.Kernel.__call__, set()
+
+    def watched(kernel, grid, constants, *arguments):
+        jit = kernel.jit
+        named = jit.kwargs["do_not_specialize"] if launch.INTERPRETED else jit.do_not_specialize
+        names = inspect.signature(jit.fn).parameters
+        assert {name for name, x in zip(names, arguments, strict=False) if type(x) is int} <= set(named), jit.fn
+        seen.add(jit.fn.__name__)
+        called(kernel, grid, constants, *arguments)
+
+    monkeypatch.setattr(launch.Kernel, "__call__", watched)
+    for name in ("fused", "two_phase"):
+        results(all_sites(impl(name, "full"), 1), draw(3, 3, 300, 1, shape=(1, 1), normed=True))
+    assert len(seen) == 12  # all of them
 
 
 def launched(counter, name, residual, heads=1, dim=12, block_size=None):

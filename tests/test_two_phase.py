@@ -18,6 +18,7 @@ from kernel_checks import (
     scheduled,
 )
 
+from mhar_minimal.kernels.tiles import tile_sides
 from mhar_minimal.kernels.two_phase import block_constants
 
 # D and H. The block kernels take a head's D/H channels in one piece, in a piece and a tail (160 only in 16 bits), or in
@@ -70,6 +71,27 @@ def test_behind_norms(residual, dim, heads, dtype):
         all_sites(kernels, heads, 2), all_sites(impl("eager", residual), heads, 2), dtype,
         sites=5, sources=5, dim=dim, heads=heads, shape=(1, 2), normed=True,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_heads_and_tails_that_fill_no_tile(dtype, normed):
+    """Three heads of 44 = 32 + 12 channels, in tiles of 4 × 32 and 4 × 16; several older sources, an odd token."""
+    assert_as_exact_as_eager(
+        all_sites(scheduled(4), 3), all_sites(impl("eager", "full"), 3), dtype,
+        sites=4, sources=4, dim=132, heads=3, shape=(1, 3), normed=normed,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("width", "sides"),
+    [(1, (1, 0)), (12, (16, 0)), (24, (16, 8)), (44, (32, 16)), (100, (128, 0)), (128, (128, 0)), (160, (128, 32)),
+     (200, (256, 0)), (256, (256, 0)), (300, (512, 0)), (1280, (2048, 0))],
+)  # fmt: skip
+def test_tiles_hold_a_head(width, sides):
+    """Two where a quarter or more is saved; of wide heads one, whose sums go through memory once and not twice."""
+    assert tile_sides(width) == sides
+    assert sum(sides) >= width
 
 
 def test_the_widest_model():
