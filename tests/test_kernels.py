@@ -219,8 +219,9 @@ def test_a_loss_of_some_read_outs_only(used, residual, name, monkeypatch):
 @either
 @pytest.mark.parametrize("residual", RESIDUALS)
 def test_nothing_outside_is_read_or_written(residual, name, monkeypatch):
-    inputs = draw(6, 6, 20, 1, shape=(1, 3))
-    run = all_sites(impl(name, residual), 1, 2 if residual == "block" else None)
+    """Three heads of 44 channels: neither they nor their tails fill a tile."""
+    inputs = draw(6, 6, 132, 3, shape=(1, 3))
+    run = all_sites(impl(name, residual), 3, 2 if residual == "block" else None)
     assert_nothing_outside(run, inputs, monkeypatch)
 
 
