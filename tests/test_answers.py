@@ -189,3 +189,51 @@ def test_the_readmes_answers_are_those_of_the_recorded_pairs(name, question, dig
     wanted = f" not distinguishable: {said(branch, digits)}; training alone {said(training)}."
     assert answer(question).startswith(wanted)
     assert study.about["sessions"][-1]["command"].partition(" --out")[0] in ANSWERS
+
+
+def ranged(values, digits):
+    low, high = (f"{x:.{digits}f}" for x in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
+
+
+def test_the_readmes_kernel_tables_are_the_stored_rows():
+    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("## The kernels")[2].partition("\n## ")[0]
+    rows = {
+        line.split("|")[1].strip(): [x.strip() for x in line.split("|")[2:-1]]
+        for line in text.splitlines()
+        if "|" in line
+    }
+    parts = json.loads((RESULTS / "kernels_h200.json").read_text())["parts"]
+    routing = [row for part in parts for row in part.get("routing", [])]
+    training = [row for part in parts for row in part.get("training", [])]
+
+    def milliseconds(setting, **wanted):
+        found = [x for x in routing if x["setting"] == setting and all(x[k] == v for k, v in wanted.items())]
+        return ranged([x["fwdbwd_ms"] for x in found], 1) + " ms"
+
+    settings = {"100M": 12, "350M": 24, "1B": 36}
+    for name, wanted in {
+        "the definition, eager": dict(impl="eager", heads=8),
+        '`impl="fused"`': dict(impl="fused", heads=8),
+        '`impl="two_phase"`': dict(impl="two_phase", heads=8, norms="none"),
+        "the same, the sublayers' norms included": dict(impl="two_phase", heads=8, norms="fused"),
+        '`impl="two_phase"`, one head': dict(impl="two_phase", heads=1, norms="none"),
+    }.items():
+        assert rows[name] == [milliseconds(setting, **wanted) for setting in settings], name
+    for name, (mode, recorded) in {
+        "eager, launched from Python": ("eager", False),
+        "eager, recorded as a CUDA graph": ("eager", True),
+        "`torch.compile`, recorded": ("compiled", True),
+        "`torch.compile`, launched from Python": ("compiled", False),
+    }.items():
+        own = dict(scheme="two_phase", mode=mode, recorded=recorded, recompute=False)
+        found = [
+            x for x in training if all(x[k] == v for k, v in own.items()) and settings[x["setting"]] == x["layers"]
+        ]
+        for setting, said_there in zip(settings, rows[name]):
+            assert said_there == ranged([x["speed_ratio"] for x in found if x["setting"] == setting], 2), (
+                name,
+                setting,
+            )
+        memory = ranged([x["memory_ratio"] for x in found if "memory_ratio" in x], 2) + " ×"
+        assert rows[name][-1] in (memory, "the same")
