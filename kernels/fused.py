@@ -37,6 +37,7 @@ from mhar_minimal.kernels.launch import (
     together,
     tokens_of,
 )
+from mhar_minimal.kernels.tiles import channels_of_a_token, places
 
 
 @triton.jit
@@ -74,22 +75,6 @@ def read_exact(stored_ptr, rest_ptr, at, mask, REST: tl.constexpr):
 
 
 @triton.jit
-def channels_of_a_token(H: tl.constexpr, K: tl.constexpr, HP: tl.constexpr, KP: tl.constexpr):
-    """Offsets of a token's channels, head by head, and which of them exist: [1, HP, KP] twice."""
-    h = tl.arange(0, HP)[:, None]
-    k = tl.arange(0, KP)[None, :]
-    return (h * K + k)[None], ((h < H) & (k < K))[None]
-
-
-@triton.jit
-def places(t, there, channel, inside, D: tl.constexpr, H: tl.constexpr, HP: tl.constexpr):
-    """Of the tokens t [TT]: offsets of their channels and which exist, [TT, HP, KP]; of their heads, [TT, HP]."""
-    h = tl.arange(0, HP)[None, :]
-    row, here = t[:, None, None] * D + channel, there[:, None, None] & inside
-    return row, here, t[:, None] * H + h, there[:, None] & (h < H)
-
-
-@triton.jit
 def merge(v, r, q, m, l, acc):
     """One more source v [TT, HP, KP] for the online softmax: its logit [TT, HP], and the new m, l and acc."""
     # r goes in before the sum: a product at the end would be fused with the subtraction below, and then the largest
@@ -123,10 +108,11 @@ def site_forward(
     KP: tl.constexpr,
 ):
     t = tl.program_id(0).to(tl.int64) * TT + tl.arange(0, TT)
-    channel, inside = channels_of_a_token(H, K, HP, KP)
+    channel, inside = channels_of_a_token(H, K, HP, KP, 0)  # one tile
     row, here, head, head_here = places(t, t < tokens, channel, inside, D, H, HP)
+    row, here = row[0], here[0]
     plane = tokens.to(tl.int64) * H
-    q = tl.load(q_ptr + channel, mask=inside, other=0.0)
+    q = tl.load(q_ptr + channel[0], mask=inside[0], other=0.0)
     m = tl.full([TT, HP], float("-inf"), tl.float32)
     l = tl.zeros([TT, HP], tl.float32)
     acc = tl.zeros([TT, HP, KP], tl.float32)
@@ -173,15 +159,16 @@ def site_backward(
     HP: tl.constexpr,
     KP: tl.constexpr,
 ):
-    channel, inside = channels_of_a_token(H, K, HP, KP)
+    channel, inside = channels_of_a_token(H, K, HP, KP, 0)  # one tile
     plane = tokens.to(tl.int64) * D
-    q = tl.load(q_ptr + channel, mask=inside, other=0.0)
+    q = tl.load(q_ptr + channel[0], mask=inside[0], other=0.0)
     dq = tl.zeros([1, HP, KP], tl.float32)
     first = tl.program_id(0) * chunk
     for start in range(first, tl.minimum(first + chunk, tokens), TT):
         t = start + tl.arange(0, TT).to(tl.int64)
         there = (t < tokens) & (t < first + chunk)
         row, here, head, head_here = places(t, there, channel, inside, D, H, HP)
+        row, here = row[0], here[0]
         dout = tl.load(dout_ptr + row, mask=here, other=0.0).to(tl.float32)
         readout = read_exact(readout_ptr, rest_ptr, row, here, REST)
         lse = tl.load(lse_ptr + head, mask=head_here, other=0.0)
@@ -201,7 +188,7 @@ def site_backward(
             dv = p[:, :, None] * dout + scaled * q - radial[:, None, None] * v
             tl.store(dv_ptr + i * plane + row, dv, mask=here)
             dq += tl.sum(scaled * v, 0)[None]
-    tl.store(dq_ptr + tl.program_id(0) * D + channel, dq, mask=inside)
+    tl.store(dq_ptr + tl.program_id(0) * D + channel[0], dq, mask=inside[0])
 
 
 def room_for_rest(readout: Tensor, dtype: torch.dtype) -> Tensor | None:

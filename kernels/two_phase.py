@@ -684,11 +684,12 @@ def query_backward(
     s = tl.program_id(0) * SP + tl.arange(0, SP)
     x = tl.arange(0, TM * JP)
     j = x % JP
+    here = (k < K)[None, :]
     to = (part.to(tl.int64) * sites + site) * D + h * K + k
     if SOURCE:
         base = table + 0 * j if ONE else tl.load(table + tl.minimum(j, count - 1)).to(like_ptr.dtype)
         dq_ptr = ledger_ptr + dq + to[None, :] + s[:, None] * D
-        mask = (s < later)[:, None] & (k < K)[None, :]
+        mask = (s < later)[:, None] & here
         acc = tl.load(dq_ptr, mask=mask, other=0.0)
     if NORM:
         gained = tl.zeros([KC], tl.float32)
@@ -697,7 +698,6 @@ def query_backward(
         inside = (t < tokens) & (t < (part + 1) * chunk) & (j < count)
         t = tl.minimum(t, tokens - 1)  # a token outside is one inside once more, with weight zero
         at = (t * D)[:, None] + (h * K + k)[None, :]
-        here = (x >= 0)[:, None] & (k < K)[None, :]
         if SOURCE:
             v = tl.load(tl.multiple_of(base, 16)[:, None] + at, mask=here, other=0.0)
             if ONE:

@@ -31,11 +31,20 @@ def said(difference, digits=3):
     return f"{mean} ({low} to {high})"
 
 
+def tail_means(cells, name):
+    return {name(cell): {seed: tail_mean(rows, 5) for seed, rows in of.items()} for cell, of in cells.items()}
+
+
+def eight_minus_one(losses):
+    """Of tail means by (heads, level): the effect of eight heads by level and seed."""
+    return {at: {s: losses[8, at][s] - one for s, one in of.items()} for (H, at), of in losses.items() if H == 1}
+
+
 def test_the_readmes_answers_are_those_of_the_recorded_study():
     """Means, intervals and verdicts, computed again from results.csv and timing.csv."""
     study, plan = RESULTS / "study_h200", read_plan(RESULTS / "study_h200" / "plan.toml")
     runs = {(cell.residual, cell.heads): seeds for cell, seeds in read_study(study)["main"].items()}
-    losses = {arm: {seed: tail_mean(rows, 5) for seed, rows in seeds.items()} for arm, seeds in runs.items()}
+    losses = tail_means(runs, lambda arm: arm)
     standard, hyper = ("standard", 1), ("hyper", 1)
     [one] = {trial.recipe.steps for trial in plan.trials("main")}
     about, text = json.loads((study / "study.json").read_text()), " ".join(ANSWERS.split())
@@ -77,15 +86,6 @@ def test_the_readmes_answers_are_those_of_the_recorded_study():
     wanted = f"one head: not distinguishable, {said(equal['full', 1])}; eight heads: behind, "
     wanted += f"{said(equal['full', 8], 4)}, "
     assert answer("Is Full ahead").strip().startswith(wanted)
-
-
-def tail_means(cells, name):
-    return {name(cell): {seed: tail_mean(rows, 5) for seed, rows in of.items()} for cell, of in cells.items()}
-
-
-def eight_minus_one(losses):
-    """Of tail means by (heads, level): the effect of eight heads by level and seed."""
-    return {at: {s: losses[8, at][s] - one for s, one in of.items()} for (H, at), of in losses.items() if H == 1}
 
 
 def test_the_readmes_answers_on_what_the_effect_hangs_on_are_those_of_the_side_grids():
