@@ -64,7 +64,6 @@ from mhar_minimal.kernels.tiles import (
 
 STEP = 16  # sources, or later sites, per step of the block kernels
 LARGEST = 16  # sites that one phase 1 serves
-PARTS = 2 if INTERPRETED else 64  # of the queries' gradient, added in a fixed order
 APART = 32  # numbers between the sections of a ledger
 
 
@@ -136,7 +135,7 @@ def read_forward(
     q_ptr,  # all queries q ⊙ g, float32 [sites, D]
     gain_ptr,  # of the norms behind the sites, float32 [sites, D]; None without NORM
     early_ptr,  # phase 1 of the block, an online softmax to go on with: acc, float32 [block, tokens, D], and
-    early_ml_ptr,  # m and l, float32 [block, tokens, H, 2]
+    early_ml_ptr,  # m and l, float32 [block, tokens, H, 2]; None without EARLY
     readout_ptr,  # out, storage dtype [tokens, D]; None with NORM but without KEEP
     rest_ptr,  # out, its rest, int8 [tokens, D]; None without REST
     normed_ptr,  # out, the read-out behind the norm, storage dtype [tokens, D]; None without NORM
@@ -149,6 +148,7 @@ def read_forward(
     eps,
     norm_eps,
     COUNT: tl.constexpr,
+    EARLY: tl.constexpr,  # whether the block has a phase 1
     KEEP: tl.constexpr,  # whether there will be a backward
     REST: tl.constexpr,
     NORM: tl.constexpr,
@@ -163,12 +163,13 @@ def read_forward(
     t = tl.program_id(0).to(tl.int64) * TT + tl.arange(0, TT)
     channel, inside = channels_of_a_token(H, K, HP, KM, KT)
     row, here, head, head_here = places(t, t < tokens, channel, inside, D, H, HP)
-    behind = nth * tokens.to(tl.int64)
     q = load(q_ptr + site * D, channel, inside)
-    early = early_ml_ptr + 2 * (behind * H + head)
-    m = tl.load(early, mask=head_here, other=0.0)
-    l = tl.load(early + 1, mask=head_here, other=1.0)
-    acc = load(early_ptr + behind * D, row, here)
+    if EARLY:
+        behind = nth * tokens.to(tl.int64)
+        early = early_ml_ptr + 2 * (behind * H + head)
+        m = tl.load(early, mask=head_here, other=0.0)
+        l = tl.load(early + 1, mask=head_here, other=1.0)
+        acc = load(early_ptr + behind * D, row, here)
     values = ()  # all loads first: none may pass the barriers of a reduction
     for i in tl.static_range(COUNT):
         values += (load(sources[i], row, here),)
@@ -180,11 +181,14 @@ def read_forward(
         else:
             r = tl.load(rs[i] + t, mask=t < tokens, other=0.0)
         logit = inner(v, q) * r[:, None]
-        # The larger of the two weighs 1 without a look at the difference: product and subtraction will be fused, and
-        # then a logit minus itself is not zero.
-        less = tl.exp(-tl.abs(logit - m))
-        old, p = tl.where(logit > m, less, 1.0), tl.where(logit > m, 1.0, less)
-        m, l, acc = tl.maximum(m, logit), l * old + p, add(scaled(acc, old), scaled(v, p))
+        if EARLY or i > 0:
+            # The larger of the two weighs 1 without a look at the difference: product and subtraction will be fused,
+            # and then a logit minus itself is not zero.
+            less = tl.exp(-tl.abs(logit - m))
+            old, p = tl.where(logit > m, less, 1.0), tl.where(logit > m, 1.0, less)
+            m, l, acc = tl.maximum(m, logit), l * old + p, add(scaled(acc, old), scaled(v, p))
+        else:
+            m, l, acc = logit, tl.full([TT, HP], 1.0, tl.float32), v
     acc = scaled(acc, 1 / l)
     if KEEP or not NORM:
         store(readout_ptr, row, acc, here)
@@ -271,7 +275,7 @@ def source_backward(
     tl.store(stat + 2 * site + 1, delta, mask=head_here)
     if SOURCE:
         v = floats(value)
-        p, dlr, along = weights(v, r, q, dout, lse, delta, dlr_ptr, head_here)
+        p, dlr, along = weights(v, r, q, dout, lse, delta, site > 0, dlr_ptr, head_here)
         dv = add(scaled(dout, p), scaled(q, dlr))
         for i in range(1, count):
             dout = floats(ahead)
@@ -279,7 +283,8 @@ def source_backward(
             q = load(q_ptr + (site + i) * D, channel, inside)
             lse = tl.load(stat + 2 * (site + i), mask=head_here, other=0.0)
             delta = tl.load(stat + 2 * (site + i) + 1, mask=head_here, other=0.0)
-            p, dlr, turned = weights(v, r, q, dout, lse, delta, dlr_ptr + i * tokens.to(tl.int64), head_here)
+            dlr_ptr += tokens.to(tl.int64)
+            p, dlr, turned = weights(v, r, q, dout, lse, delta, True, dlr_ptr, head_here)
             dv = add(add(dv, scaled(dout, p)), scaled(q, dlr))
             along += turned
         if PART:
@@ -290,11 +295,14 @@ def source_backward(
 
 
 @triton.jit
-def weights(v, r, q, dout, lse, delta, dlr_ptr, head_here):
-    """What a source v weighs at a site, [TT, HP], and dlogit · r, which is written, too; and dlogit · logit."""
+def weights(v, r, q, dout, lse, delta, others, dlr_ptr, head_here):
+    """What a source v weighs at a site, [TT, HP], and dlogit · r, which is written, too; and dlogit · logit.
+
+    Without others it weighs 1 whatever q is.
+    """
     logit = inner(v, q) * r[:, None]
     p = tl.exp(logit - lse)
-    dlogit = p * (inner(dout, v) - delta)
+    dlogit = tl.where(others, p * (inner(dout, v) - delta), 0.0)
     dlr = dlogit * r[:, None]
     tl.store(dlr_ptr, dlr, mask=head_here)
     return p, dlr, dlogit * logit
@@ -654,7 +662,7 @@ def query_backward(
     dlr_ptr,  # dlogit · r, float32 [tokens, H, later, count] (with ONE [H, later, tokens]), begins here
     dlr,  # plus so many numbers
     ledger_ptr,  # in and out, its sections at these offsets:
-    dq,  # the queries' gradient, float32 [PARTS, sites, D]
+    dq,  # the queries' gradient, float32 [parts, sites, D]
     dgain,  # the norm gains', likewise
     rho_ptr,  # of the norm behind the first of the sites, float32 [tokens]; None without NORM
     dout_ptr,  # gradient of what one site gave behind its norm, [tokens, D]; None without NORM
@@ -757,7 +765,7 @@ def query_constants(dtype: torch.dtype, dim: int, heads: int, count: int, **flag
     return {
         **flags, "D": dim, "H": heads, "K": width, "KC": padded, "NC": ceil(width, padded), "SP": STEP,
         "TM": max(1, 32 // several), "JP": several, "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
-        "num_warps": 2,
+        "num_warps": 1,
     }  # fmt: skip
 
 
@@ -769,9 +777,14 @@ class Sections(NamedTuple):
     stats: int  # lse and δ, float32 [tokens, H, sites, 2]
     radial: int  # the norm's share of part, float32 [room, tokens, H]
     dlr: int  # dlogit · r of one source, float32 [H, room, tokens]
-    dq: int  # the queries' gradient, float32 [PARTS, sites, D]
-    dgain: int  # the norm gains', float32 [PARTS, sites, D]
+    dq: int  # the queries' gradient, float32 [parts, sites, D]
+    dgain: int  # the norm gains', float32 [parts, sites, D]
     end: int
+
+
+def parts_of(tokens: int) -> int:
+    """Into how many parts the tokens are cut for the queries' gradient; the parts are added in a fixed order."""
+    return 2 if INTERPRETED else min(64, ceil(tokens, 64))
 
 
 @functools.cache
@@ -779,7 +792,8 @@ def sections(tokens: int, dim: int, dtype: torch.dtype, sites: int, room: int, h
     """For storage in this dtype. Every section begins at a multiple of 16 bytes, and has room behind it."""
     rows, part = (ceil(n * tokens * dim * dtype.itemsize, 4) for n in (sites, room))
     lengths = rows, part, 2 * tokens * heads * sites, room * tokens * heads, tokens * heads * room
-    padded = [4 * ceil(n, 4) + APART for n in (*lengths, PARTS * sites * dim, PARTS * sites * dim)]
+    parameters = parts_of(tokens) * sites * dim
+    padded = [4 * ceil(n, 4) + APART for n in (*lengths, parameters, parameters)]
     return Sections(*itertools.accumulate(padded, initial=0))
 
 
@@ -833,14 +847,15 @@ def _(q, gains, like, room, heads):
 def _start_setup(ctx, inputs, output):
     q, gains, like, room, heads = inputs
     ctx.set_materialize_grads(False)
-    ctx.shape, ctx.gains, ctx.at = q.shape, gains is not None, sections_for(like, q.shape[0], room, heads)
+    ctx.shape, ctx.gains = (parts_of(tokens_of(like)), *q.shape), gains is not None
+    ctx.at = sections_for(like, q.shape[0], room, heads)
 
 
 def _start_backward(ctx, ledger):
     if ledger is None:
         return None, None
-    shape, at = (PARTS, *ctx.shape), ctx.at
-    dq, dgain = (ledger[x:][: math.prod(shape)].view(shape).sum(0) for x in (at.dq, at.dgain))
+    length = math.prod(ctx.shape)
+    dq, dgain = (ledger[at:][:length].view(ctx.shape).sum(0) for at in (ctx.at.dq, ctx.at.dgain))
     return dq, dgain if ctx.gains else None
 
 
@@ -926,10 +941,11 @@ def begin_backward(
             tokens, count, site, sites,
         )  # fmt: skip
         constants = query_constants(like.dtype, dim, heads, count, SOURCE=True, ONE=False, NORM=False)
+        parts = parts_of(tokens)
         query_backward(
-            (ceil(later, STEP), heads * constants["NC"], PARTS), constants,
+            (ceil(later, STEP), heads * constants["NC"], parts), constants,
             table, like, dlr, 0, ledger, at.dq, at.dgain, None, None, None,
-            tokens, count, site, later, sites, ceil(tokens, PARTS),
+            tokens, count, site, later, sites, ceil(tokens, parts),
         )  # fmt: skip
         if newest:
             tt, padded = together(tokens), triton.next_power_of_2(heads)
@@ -976,9 +992,9 @@ begin.differentiable(_begin_setup, _begin_backward, first=2)
 
 @operation("read")
 def read(
-    ledger: Tensor, newest: Tensor | None, like: Tensor, q: Tensor, gains: Tensor | None, early: Tensor,
-    early_ml: Tensor, local: list[Tensor], rs: list[Tensor], site: int, nth: int, end: int, slot: int, room: int,
-    heads: int, eps: float, norm_eps: float, keep: bool,
+    ledger: Tensor, newest: Tensor | None, like: Tensor, q: Tensor, gains: Tensor | None, early: Tensor | None,
+    early_ml: Tensor | None, local: list[Tensor], rs: list[Tensor], site: int, nth: int, end: int, slot: int,
+    room: int, heads: int, eps: float, norm_eps: float, keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The read-out of one site, phase 1 merged with the sources of its own block.
 
@@ -988,7 +1004,7 @@ def read(
         like: of the shape and dtype of a source.
         q: all queries q ⊙ g, float32 [sites, D].
         gains: of the RMSNorms behind the sites, float32 [sites, D]: the read-out is given behind its norm; or None.
-        early, early_ml: phase 1 of the block, from `begin`.
+        early, early_ml: phase 1 of the block, from `begin`; None in a block without one, where a source is needed.
         local, rs: the older sources of the block, [B, T, D] each, and r of each, float32 [B, T]; their gradients are
             their own sites' business.
         site, nth: this site, in the model and in the block.
@@ -1010,7 +1026,7 @@ def read(
     r = like.new_empty(like.shape[:-1], dtype=torch.float32)
     rho = torch.empty_like(r) if keep and norm else None
     if tokens:
-        flags = dict(COUNT=len(sources), KEEP=keep, REST=rest is not None, NORM=norm)
+        flags = dict(COUNT=len(sources), EARLY=early is not None, KEEP=keep, REST=rest is not None, NORM=norm)
         constants = row_constants(like.shape[-1], heads, tt, **flags)
         read_forward(
             (ceil(tokens, tt), 1, 1), constants, tuple(sources) or (like,), tuple(rs) or (r,),
@@ -1056,10 +1072,11 @@ def read_backward(
         )  # fmt: skip
         if source or norm:
             constants = query_constants(readout.dtype, dim, heads, 1, ONE=True, **flags)
+            parts = parts_of(tokens)
             query_backward(
-                (1, heads * constants["NC"], PARTS), constants,
+                (1, heads * constants["NC"], parts), constants,
                 newest, readout, ledger, at.dlr, ledger, at.dq, at.dgain, rho if norm else None, dout, readout,
-                tokens, 1, site, count, sites, ceil(tokens, PARTS),
+                tokens, 1, site, count, sites, ceil(tokens, parts),
             )  # fmt: skip
     return dv.to(readout.dtype)
 
@@ -1110,7 +1127,8 @@ class TwoPhase:
         q: the queries times the gains, q ⊙ g, float32 [sites, D].
         embedding: the first source, [B, T, D].
         heads, eps: as in `route`.
-        block: sites that share a phase 1, 1 to 16; it changes the order of the work, not the result.
+        block: sites that share a phase 1, 1 to 16 (the first, one less, need none); it changes the order of the work,
+            not the result.
         norms: the RMSNorm behind every site, of the embedding's dtype, for `read_normed`.
     """
 
@@ -1126,7 +1144,9 @@ class TwoPhase:
         self.like = embedding.detach()  # every source has its shape, layout and dtype
         self.ledger = start(q, gains, self.like, self.room, heads)
         self.halves, self.scale = halves_of(self.q, embedding.dtype)
-        self.site = self.end = 0  # the next site, and the end of its block
+        self.site = self.first = 0  # the next site, and the first of its block,
+        self.end = min(block - 1, len(q))  # which ends here
+        self.early = self.early_ml = None  # and reads itself what there is: phase 1 would read the embedding alone
         self.done: list[Tensor] = []  # the sources that are read in phase 1,
         self.local: list[Tensor] = []  # those of this block that were read since,
         self.rs: list[Tensor] = []  # and r of all of them

@@ -83,11 +83,11 @@ def applicable(norms: Sequence[nn.RMSNorm], dtype: torch.dtype) -> Sequence[nn.R
 
 
 def schedule(sites: int) -> int:
-    """Sites that share a phase 1 under Full: about √sites by traffic, in blocks of equal length.
+    """Sites that share a phase 1 under Full: about √sites by traffic, in blocks of equal length, the first one shorter.
 
     Up to 8, so that a block's gradients fill a matmul of width 8.
     """
-    return math.ceil(sites / math.ceil(sites / 8))
+    return math.ceil((sites + 1) / math.ceil((sites + 1) / 8))
 
 
 SCHEMES = {

@@ -49,6 +49,12 @@ TOKENS = torch.tensor([[1, 5]], device=DEVICE)
 either = pytest.mark.parametrize("name", IMPLS)
 
 
+@pytest.fixture(autouse=True)
+def short_blocks(monkeypatch):
+    """Of two sites: Full's own schedule would give models as small as these no phase 1."""
+    monkeypatch.setattr("mhar_minimal.fast.schedule", lambda sites: 2)
+
+
 def small(residual="full", **fields):
     return replace(SMALL, residual=residual, block_size=3 if residual == "block" else None, **fields)
 
@@ -241,7 +247,7 @@ def test_no_section_of_a_ledger_runs_into_the_next(residual, monkeypatch):
         results(all_sites(scheduled(6) if block_size is None else impl("two_phase", "block"), 3, block_size), inputs)
     two_phase.sections.cache_clear()
     ledger, (like, _, sites, room, heads) = ledgers[-1]
-    tokens, dim, parts = 3, 24, two_phase.PARTS
+    tokens, dim, parts = 3, 24, two_phase.parts_of(3)
     at = two_phase.sections_for(like, sites, room, heads)
     lengths = dict(
         rows=sites * tokens * dim, part=room * tokens * dim, stats=2 * tokens * heads * sites,
@@ -590,14 +596,16 @@ def test_what_runs_is_kernels(residual, launches, monkeypatch):
     assert launched(launches, "fused", residual, block_size=block_size) == (
         {"site_forward": 7}, {"site_backward": 7},
     )  # fmt: skip
-    monkeypatch.setattr("mhar_minimal.fast.schedule", lambda *_: 3)  # blocks of 3, 3 and 1 sites, in Block as well
-    with_source = 4  # sites at which a source of their own block, or its partial sum, is read
-    for dim, chunked in ((12, {}), (300, {"block_scores": 3})):
+    monkeypatch.setattr("mhar_minimal.fast.schedule", lambda sites: 3)
+    # Blocks of 2, 3 and 2 sites under Full, the first without a phase 1; of 3, 3 and 1 under Block. How many phases 1,
+    # and sites at which a source of their own block, or its partial sum, is read:
+    phases, with_source = (2, 5) if residual == "full" else (3, 4)
+    for dim, chunked in ((12, {}), (300, {"block_scores": phases})):
         forward, backward = launched(launches, "two_phase", residual, dim=dim, block_size=block_size)
-        assert forward == {"norm_forward": 3, "block_forward": 3, "read_forward": 7} | chunked
+        assert forward == {"norm_forward": phases, "block_forward": phases, "read_forward": 7} | chunked
         assert backward == {
-            "source_backward": 7, "block_backward": 3, "norm_backward": 3,
-            "query_backward": with_source + 3,
+            "source_backward": 7, "block_backward": phases, "norm_backward": phases,
+            "query_backward": with_source + phases,
         } | {f"{kernel}_backward": count for kernel, count in chunked.items()}  # fmt: skip
 
 
