@@ -195,17 +195,19 @@ def copy_bandwidth() -> float:
 def fewest_rows(sites: int) -> tuple[int, int]:
     """Rows of B·T·D that the two-phase schedule moves at its best block length, forward and backward.
 
-    Forward, per block of n sites: the sources finished before it, n(n - 1)/2 sources inside it, and 3n (phase 1 written
-    and read, the read-out written). Backward, per block of n sources: the later blocks' gradients, n(n + 1)/2 of its
-    own, and 6n (read-out; the source twice; its partial gradient written and read; its gradient written).
+    Sources are cut into blocks of ``size``; a site reads its newest source's block itself, and those before in phase 1,
+    which sites share until the next block is full. Forward: every phase 1 its sources; what sites read themselves; the
+    read-outs, and phase 1 written and read. Backward, mirrored: every full block all later sites' gradients; what its
+    own sites send a source; each read-out; each source twice, its partial gradient written and read, its gradient
+    written (of the last block, which no phase 1 reads: source and gradient once).
     """
 
     def rows(size: int) -> tuple[int, int]:
-        forward = backward = 0
-        for start in range(0, sites, size):
-            n = min(size, sites - start)
-            forward += start + 1 + n * (n - 1) // 2 + 3 * n
-            backward += sites - start - n + n * (n + 1) // 2 + 6 * n
+        starts = range(size - 1, sites, size)  # of the blocks of sites with a phase 1
+        inside = sum((site + 1) % size if site >= size - 1 else site + 1 for site in range(sites))
+        shared = max(0, sites - size + 1)  # sites that have one
+        forward = sum(start + 1 for start in starts) + inside + sites + 2 * shared
+        backward = sum(sites - start for start in starts) + inside + 3 * sites + 3 * size * len(starts)
         return forward, backward
 
     return min((rows(size) for size in range(1, sites + 1)), key=sum)

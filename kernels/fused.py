@@ -108,7 +108,7 @@ def site_forward(
     KP: tl.constexpr,
 ):
     t = tl.program_id(0).to(tl.int64) * TT + tl.arange(0, TT)
-    channel, inside = channels_of_a_token(H, K, HP, KP, 0)  # one tile
+    channel, inside = channels_of_a_token(H, K, HP, KP, 1)  # one tile
     row, here, head, head_here = places(t, t < tokens, channel, inside, D, H, HP)
     row, here = row[0], here[0]
     plane = tokens.to(tl.int64) * H
@@ -159,7 +159,7 @@ def site_backward(
     HP: tl.constexpr,
     KP: tl.constexpr,
 ):
-    channel, inside = channels_of_a_token(H, K, HP, KP, 0)  # one tile
+    channel, inside = channels_of_a_token(H, K, HP, KP, 1)  # one tile
     plane = tokens.to(tl.int64) * D
     q = tl.load(q_ptr + channel[0], mask=inside[0], other=0.0)
     dq = tl.zeros([1, HP, KP], tl.float32)

@@ -1,32 +1,31 @@
-"""The channels of a token in a kernel: a tile [tokens, heads, channels of a head], or two.
+"""The channels of a token in a kernel: one or several tiles [tokens, heads, channels] of one shape.
 
-Sides of Triton's tiles are powers of two. Heads of 160 channels would leave 3 of 8 lanes of a tile of 256 idle; tiles
-of 128 and of 32 they fill. So a row is a tuple of one or two tiles here, and these functions do with rows what
-operators do with a tile.
+Sides of Triton's tiles are powers of two. Heads of 160 channels would leave 3 of 8 lanes of a tile of 256 idle; five
+tiles of 32 they fill. So a row is a tuple of tiles here, and these functions do with rows what operators do with a
+tile. All its tiles lie in registers alike, so sums over a head add tiles first and cross threads once.
 """
 
 import triton
 import triton.language as tl
 
 
-def tile_sides(width: int) -> tuple[int, int]:
-    """Channels of the tiles that hold a head of this width: the first, and the second or 0."""
-    padded = triton.next_power_of_2(width)
-    tail = triton.next_power_of_2(width - padded // 2)
-    return (padded // 2, tail) if padded <= 256 and 8 <= tail < padded // 2 else (padded, 0)
+def tiles_of(width: int) -> tuple[int, int]:
+    """How the channels of a head of this width are cut: channels of a tile, and tiles, at most 5."""
+    sides = [triton.next_power_of_2(width) >> n for n in range(4)]
+    cuts = [(side, -(-width // side)) for side in sides if side >= 8]
+    return min((cut for cut in cuts if cut[1] <= 5), key=lambda cut: cut[0] * cut[1], default=(sides[0], 1))
 
 
 @triton.jit
-def channels_of_a_token(H: tl.constexpr, K: tl.constexpr, HP: tl.constexpr, KM: tl.constexpr, KT: tl.constexpr):
-    """Offsets of a token's channels, head by head, and which of them exist: rows [1, HP, KM or KT] twice."""
+def channels_of_a_token(H: tl.constexpr, K: tl.constexpr, HP: tl.constexpr, KP: tl.constexpr, TILES: tl.constexpr):
+    """Offsets of a token's channels, head by head, and which of them exist: rows [1, HP, KP] twice."""
     h = tl.arange(0, HP)[:, None]
-    k = tl.arange(0, KM)[None, :]
-    channel = ((h * K + k)[None],)
-    inside = (((h < H) & (k < K))[None],)
-    if KT:
-        k_t = KM + tl.arange(0, KT)[None, :]
-        channel += ((h * K + k_t)[None],)
-        inside += (((h < H) & (k_t < K))[None],)
+    channel = ()
+    inside = ()
+    for i in tl.static_range(TILES):
+        k = i * KP + tl.arange(0, KP)[None, :]
+        channel += ((h * K + k)[None],)
+        inside += (((h < H) & (k < K))[None],)
     return channel, inside
 
 
@@ -102,10 +101,10 @@ def scaled(a, by):
 @triton.jit
 def inner(a, b):
     """The inner products of two rows by head, [TT, HP]."""
-    total = tl.sum(a[0] * b[0], 2)
+    products = a[0] * b[0]
     for i in tl.static_range(1, len(a)):
-        total += tl.sum(a[i] * b[i], 2)
-    return total
+        products += a[i] * b[i]
+    return tl.sum(products, 2)
 
 
 @triton.jit

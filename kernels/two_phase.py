@@ -58,7 +58,7 @@ from mhar_minimal.kernels.tiles import (
     places,
     scaled,
     store,
-    tile_sides,
+    tiles_of,
     times,
 )
 
@@ -157,11 +157,11 @@ def read_forward(
     K: tl.constexpr,  # D / H
     TT: tl.constexpr,  # tokens per program
     HP: tl.constexpr,  # H rounded up to a power of two
-    KM: tl.constexpr,  # sides of the tiles that hold a head
-    KT: tl.constexpr,
+    KP: tl.constexpr,  # a head's channels lie in so many tiles of this side
+    TILES: tl.constexpr,
 ):
     t = tl.program_id(0).to(tl.int64) * TT + tl.arange(0, TT)
-    channel, inside = channels_of_a_token(H, K, HP, KM, KT)
+    channel, inside = channels_of_a_token(H, K, HP, KP, TILES)
     row, here, head, head_here = places(t, t < tokens, channel, inside, D, H, HP)
     q = load(q_ptr + site * D, channel, inside)
     if EARLY:
@@ -238,11 +238,11 @@ def source_backward(
     K: tl.constexpr,
     TT: tl.constexpr,
     HP: tl.constexpr,
-    KM: tl.constexpr,
-    KT: tl.constexpr,
+    KP: tl.constexpr,
+    TILES: tl.constexpr,
 ):
     t = tl.program_id(0).to(tl.int64) * TT + tl.arange(0, TT)
-    channel, inside = channels_of_a_token(H, K, HP, KM, KT)
+    channel, inside = channels_of_a_token(H, K, HP, KP, TILES)
     row, here, head, head_here = places(t, t < tokens, channel, inside, D, H, HP)
     plane = tokens.to(tl.int64) * D
     rows_ptr = section(ledger_ptr, rows, STORED) + site * plane
@@ -728,7 +728,7 @@ def query_backward(
 
 
 @functools.cache
-def block_constants(dtype: torch.dtype, dim: int, heads: int, block: int) -> dict:
+def block_constants(dtype: torch.dtype, dim: int, heads: int, block: int, backward: bool) -> dict:
     """The compile-time constants of the block kernels for blocks of up to ``block`` sites or sources."""
     width = dim // heads
     padded, tail = max(16, triton.next_power_of_2(width)), 0
@@ -743,7 +743,8 @@ def block_constants(dtype: torch.dtype, dim: int, heads: int, block: int) -> dic
         "D": dim, "H": heads, "K": width, "KM": padded, "KT": tail, "NC": 1 if tail else ceil(width, padded),
         "SP": max(8, triton.next_power_of_2(block)), "GP": STEP,
         "DOT": dot, "SPLIT": narrow, "PRECISION": "ieee", "STORED": dot, "num_warps": 1, "num_stages": 1,
-        "maxnreg": 168 if narrow else None,  # half as many programs again at a time, and hardly a number is spilled
+        # Of registers fewer than the compiler would take: more programs at a time, and hardly a number is spilled.
+        "maxnreg": (128 if padded + tail <= (64 if backward else 128) else 168) if narrow else None,
         "enable_fp_fusion": False,  # or a logit minus itself is not zero: it is a product, and would be fused
     }  # fmt: skip
 
@@ -751,10 +752,11 @@ def block_constants(dtype: torch.dtype, dim: int, heads: int, block: int) -> dic
 @functools.cache
 def row_constants(dim: int, heads: int, together: int, **flags: bool | int) -> dict:
     """The compile-time constants of the site kernels; flags are a kernel's own."""
-    hp, (main, tail) = triton.next_power_of_2(heads), tile_sides(dim // heads)
-    warps = triton.next_power_of_2(max(1, min(16, ceil(hp * (main + tail), 512))))
-    sides = {"D": dim, "H": heads, "K": dim // heads, "TT": together, "HP": hp, "KM": main, "KT": tail}
-    return {**flags, **sides, "num_warps": warps}
+    hp, (side, tiles) = triton.next_power_of_2(heads), tiles_of(dim // heads)
+    sides = {"D": dim, "H": heads, "K": dim // heads, "TT": together, "HP": hp, "KP": side, "TILES": tiles}
+    # Eight numbers of a row a thread, but four of a tile, or its loads are narrow.
+    warps = max(1, min(16, hp * side * tiles // 256, hp * side // 128))
+    return {**flags, **sides, "num_warps": triton.next_power_of_2(warps)}
 
 
 @functools.cache
@@ -894,7 +896,7 @@ def begin(
             tt = together(tokens)
             norm_forward((ceil(tokens, tt), 1, 1), site_constants(dim, 1, tt), newest, r, tokens, eps)
             sources, rs = [*sources, newest], [*rs, r]
-        constants, scores, n = block_constants(like.dtype, dim, heads, count), None, len(sources)
+        constants, scores, n = block_constants(like.dtype, dim, heads, count, False), None, len(sources)
         columns = halves.new_zeros(2, dim, constants["SP"])
         columns[..., :count] = halves[:, site:end].transpose(1, 2)
         table, (high, low) = addresses(sources), columns.unbind()
@@ -926,7 +928,7 @@ def begin_backward(
     dv = torch.empty_like(like, dtype=stored(like)) if newest else like.new_empty(0, dtype=stored(like))
     if tokens:
         at = sections_for(like, sites, room, heads)
-        constants, scores = block_constants(like.dtype, dim, heads, count), None
+        constants, scores = block_constants(like.dtype, dim, heads, count, True), None
         table, r, (high, low) = addresses(sources), torch.stack(rs), halves.unbind()
         dlr = scale.new_empty(tokens, heads, later, count)
         if constants["NC"] > 1:

@@ -18,7 +18,7 @@ from kernel_checks import (
     scheduled,
 )
 
-from mhar_minimal.kernels.tiles import tile_sides
+from mhar_minimal.kernels.tiles import tiles_of
 from mhar_minimal.kernels.two_phase import block_constants
 
 # D and H. The block kernels take a head's D/H channels in one piece, in a piece and a tail (160 only in 16 bits), or in
@@ -57,7 +57,7 @@ def test_block(dim, heads, dtype):
 )
 def test_pieces_that_registers_hold(width, of_float32, of_16_bits, dtype):
     """Channels of the piece, of its tail, and chunks. What is too wide for the registers is as exact, and slow."""
-    constants = block_constants(dtype, 3 * width, 3, 8)
+    constants = block_constants(dtype, 3 * width, 3, 8, True)
     pieces = tuple(constants[name] for name in ("KM", "KT", "NC"))
     assert pieces == (of_float32 if dtype == torch.float32 else of_16_bits)
 
@@ -75,8 +75,8 @@ def test_behind_norms(residual, dim, heads, dtype):
 
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_heads_and_tails_that_fill_no_tile(dtype, normed):
-    """Three heads of 44 = 32 + 12 channels, in tiles of 4 × 32 and 4 × 16; several older sources, an odd token."""
+def test_heads_that_fill_no_tile(dtype, normed):
+    """Three heads of 44 channels, in three tiles of 4 × 16; several older sources, an odd token."""
     assert_as_exact_as_eager(
         all_sites(scheduled(4), 3), all_sites(impl("eager", "full"), 3), dtype,
         sites=4, sources=4, dim=132, heads=3, shape=(1, 3), normed=normed,
@@ -84,14 +84,15 @@ def test_heads_and_tails_that_fill_no_tile(dtype, normed):
 
 
 @pytest.mark.parametrize(
-    ("width", "sides"),
-    [(1, (1, 0)), (12, (16, 0)), (24, (16, 8)), (44, (32, 16)), (100, (128, 0)), (128, (128, 0)), (160, (128, 32)),
-     (200, (256, 0)), (256, (256, 0)), (300, (512, 0)), (1280, (2048, 0))],
+    ("width", "cut"),
+    [(1, (1, 1)), (12, (16, 1)), (24, (8, 3)), (40, (8, 5)), (44, (16, 3)), (100, (128, 1)), (128, (128, 1)),
+     (160, (32, 5)), (200, (256, 1)), (256, (256, 1)), (300, (64, 5)), (1280, (256, 5)), (8192, (8192, 1))],
 )  # fmt: skip
-def test_tiles_hold_a_head(width, sides):
-    """Two where a quarter or more is saved; of wide heads one, whose sums go through memory once and not twice."""
-    assert tile_sides(width) == sides
-    assert sum(sides) >= width
+def test_tiles_hold_a_head(width, cut):
+    """And no other cut into up to five tiles leaves fewer lanes idle."""
+    assert tiles_of(width) == cut
+    side, tiles = cut
+    assert side * (tiles - 1) < width <= side * tiles
 
 
 def test_the_widest_model():
