@@ -2,7 +2,7 @@
 
 Pseudo-queries do not depend on the input. So all sites of a block read the sources that were finished before it in ONE
 pass (phase 1, `block_forward`), and each site then merges in what was written inside its block (phase 2,
-`read_forward`); for an online softmax that is exact.
+`read_forward`); for an online softmax that is exact. Under Full the first block's sites read all they need themselves.
 
 The backward is the same schedule mirrored. A source needs its gradient only when its own sublayer is differentiated,
 and by then the gradient of every later read-out is known. So gradients are gathered, not scattered: at a block's
