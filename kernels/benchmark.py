@@ -93,7 +93,7 @@ class Routing:
             norm.weight.data.copy_(draw(config.dim, std=0.1, mean=1.0))
         self.apart = norms == "apart"
         self.leaves = [*self.values, *self.depth.parameters(), *(norm.weight for norm in self.norms)]
-        self.read = torch.compile(self.read_all) if impl == "compile" else self.read_all
+        self.read = torch.compile(self.read_all, dynamic=False) if impl == "compile" else self.read_all
 
     def read_all(self) -> list[Tensor]:
         """All read-outs, behind their norms if any; source s + 1 is written after site s whatever that read."""

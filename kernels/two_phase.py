@@ -739,12 +739,16 @@ def block_constants(dtype: torch.dtype, dim: int, heads: int, block: int, backwa
     # The interpreter multiplies 16-bit matrices wrongly; it gets float32, of which no split is needed.
     dot = DTYPES[torch.float32 if INTERPRETED else dtype]
     narrow = dot != tl.float32
+    sites = max(8, triton.next_power_of_2(block))
+    # Fewer registers than the compiler would take, as long as it spills hardly a number: more programs at a time. What
+    # it needs goes with the accumulators, and the backward holds a block's sources as well.
+    held = (padded + tail) * sites
+    registers = 128 if held <= (512 if backward else 1024) else 168 if held <= 1280 else None
     return {
         "D": dim, "H": heads, "K": width, "KM": padded, "KT": tail, "NC": 1 if tail else ceil(width, padded),
-        "SP": max(8, triton.next_power_of_2(block)), "GP": STEP,
+        "SP": sites, "GP": STEP,
         "DOT": dot, "SPLIT": narrow, "PRECISION": "ieee", "STORED": dot, "num_warps": 1, "num_stages": 1,
-        # Of registers fewer than the compiler would take: more programs at a time, and hardly a number is spilled.
-        "maxnreg": (128 if padded + tail <= (64 if backward else 128) else 168) if narrow else None,
+        "maxnreg": registers if narrow else None,
         "enable_fp_fusion": False,  # or a logit minus itself is not zero: it is a product, and would be fused
     }  # fmt: skip
 
