@@ -195,11 +195,11 @@ def copy_bandwidth() -> float:
 def fewest_rows(sites: int) -> tuple[int, int]:
     """Rows of B·T·D that the two-phase schedule moves at its best block length, forward and backward.
 
-    Sources are cut into blocks of ``size``; a site reads its newest source's block itself, and those before in phase 1,
-    which sites share until the next block is full. Forward: every phase 1 its sources; what sites read themselves; the
+    Sources are cut into blocks of ``size``; a site reads full blocks in phase 1, which sites share until the next is
+    full, and what is not yet a full block itself. Forward: every phase 1 its sources; what sites read themselves; the
     read-outs, and phase 1 written and read. Backward, mirrored: every full block all later sites' gradients; what its
     own sites send a source; each read-out; each source twice, its partial gradient written and read, its gradient
-    written (of the last block, which no phase 1 reads: source and gradient once).
+    written (of a last block that never fills: source and gradient once).
     """
 
     def rows(size: int) -> tuple[int, int]:

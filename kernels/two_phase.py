@@ -7,8 +7,8 @@ pass (phase 1, `block_forward`), and each site then merges in what was written i
 The backward is the same schedule mirrored. A source needs its gradient only when its own sublayer is differentiated,
 and by then the gradient of every later read-out is known. So gradients are gathered, not scattered: at a block's
 boundary the block's sources read the gradients of all later blocks' read-outs in one pass (`block_backward`), and each
-source then adds what its own block's sites send it (`source_backward`). No source gradient is ever read, added to and
-written again.
+source then adds what its own block's sites send it (`source_backward`). So a source's gradient is written twice, the
+later blocks' part and the whole, however many sites read it.
 
 What the gathering needs, every later site's dout, lse and δ = dout · read-out, travels backwards along the autograd
 graph as the gradient of a *ledger*: a dummy of zero size in memory that the forward hands from one operation to the

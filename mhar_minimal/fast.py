@@ -83,9 +83,10 @@ def applicable(norms: Sequence[nn.RMSNorm], dtype: torch.dtype) -> Sequence[nn.R
 
 
 def schedule(sites: int) -> int:
-    """Sites that share a phase 1 under Full: about √sites by traffic, in blocks of equal length, the first one shorter.
+    """Sites that share a phase 1 under Full: the fewest blocks of up to 8, and then no more sites than those need.
 
-    Up to 8, so that a block's gradients fill a matmul of width 8.
+    A little above √sites would be least traffic, but a block's gradients fill a matmul of width 8. The first block is
+    one shorter, the last what is left.
     """
     return math.ceil((sites + 1) / math.ceil((sites + 1) / 8))
 
