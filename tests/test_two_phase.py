@@ -18,6 +18,7 @@ from kernel_checks import (
     scheduled,
 )
 
+from mhar_minimal import fast
 from mhar_minimal.kernels.tiles import tiles_of
 from mhar_minimal.kernels.two_phase import block_constants
 
@@ -101,6 +102,14 @@ def test_the_widest_model():
         all_sites(scheduled(2), 1), all_sites(impl("eager", "full"), 1), torch.bfloat16,
         sites=3, sources=3, dim=8192, heads=1, shape=(1, 1),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("sites", "block"), [(1, 2), (5, 6), (7, 8), (8, 5), (13, 7), (16, 6), (25, 7), (49, 8), (73, 8)]
+)
+def test_fulls_schedule(sites, block):
+    """Up to 7 sites no phase 1 at all."""
+    assert fast.schedule(sites) == block
 
 
 @pytest.mark.parametrize("block", range(1, 17))
