@@ -204,7 +204,7 @@ def fewest_rows(sites: int) -> tuple[int, int]:
 
     def rows(size: int) -> tuple[int, int]:
         starts = range(size - 1, sites, size)  # of the blocks of sites with a phase 1
-        inside = sum((site + 1) % size if site >= size - 1 else site + 1 for site in range(sites))
+        inside = sum((site + 1) % size for site in range(sites))
         shared = max(0, sites - size + 1)  # sites that have one
         forward = sum(start + 1 for start in starts) + inside + sites + 2 * shared
         backward = sum(sites - start for start in starts) + inside + 3 * sites + 3 * size * len(starts)
