@@ -13,12 +13,14 @@ from kernel_checks import (
     assert_as_exact_as_eager,
     assert_equal,
     draw,
+    error,
     impl,
     results,
     scheduled,
 )
 
 from mhar_minimal import fast
+from mhar_minimal.kernels import two_phase
 from mhar_minimal.kernels.tiles import tiles_of
 from mhar_minimal.kernels.two_phase import block_constants
 
@@ -158,6 +160,38 @@ def test_site_0_passes_the_embedding_and_gives_its_query_an_exactly_zero_gradien
     assert not got["query"][0].any()
     assert not got["gain"][0].any()
     assert all(q.any() for q in got["query"][1:])
+
+
+def test_site_0_gives_its_query_no_gradient_however_sums_are_rounded(monkeypatch):
+    """On a GPU δ and dout · v may differ in their last bit; here they differ by more."""
+    backward = two_phase.read_backward.forward
+
+    def inexact(ledger, dout, readout, *arguments):
+        return backward(ledger, dout, 1.01 * readout, *arguments)
+
+    monkeypatch.setattr(two_phase.read_backward, "forward", inexact)
+    inputs = draw(1, 1, 12, 2, shape=(1, 2))
+    got = results(all_sites(scheduled(2), 2), inputs)
+    assert not got["query"][0].any()
+    assert error(got["source"][0], inputs.upstream[0].double()) < 1e-6  # nor its source one through r
+
+
+@pytest.mark.parametrize(("sites", "block"), [(1, 1), (1, 16), (2, 3), (3, 16)])
+def test_a_model_shorter_than_a_block(sites, block):
+    """Its only block ends with it: no site behind the last is asked for gradients, and none can be read."""
+    run = all_sites(scheduled(block), 2)
+    assert_as_exact_as_eager(
+        run, all_sites(impl("eager", "full"), 2), torch.float32,
+        sites=sites, sources=sites, dim=12, heads=2, shape=(1, 2), normed=True,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=f"read {sites + 1} of a pass over {sites} sites"):
+        run(draw(sites, sites + 1, 12, 2))
+
+
+def test_a_part_has_64_tokens_or_more(monkeypatch):
+    """Of the queries' gradient, on a GPU; up to 64 parts."""
+    monkeypatch.setattr(two_phase, "INTERPRETED", False)
+    assert [two_phase.parts_of(n) for n in (0, 1, 64, 65, 4096, 9999)] == [0, 1, 1, 2, 64, 64]
 
 
 def test_two_runs_agree_bitwise():
