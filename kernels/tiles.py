@@ -10,10 +10,15 @@ import triton.language as tl
 
 
 def tiles_of(width: int) -> tuple[int, int]:
-    """How the channels of a head of this width are cut: channels of a tile, and tiles, at most 5."""
-    sides = [triton.next_power_of_2(width) >> n for n in range(4)]
-    cuts = [(side, -(-width // side)) for side in sides if side >= 8]
-    return min((cut for cut in cuts if cut[1] <= 5), key=lambda cut: cut[0] * cut[1], default=(sides[0], 1))
+    """How the channels of a head of this width are cut: channels of a tile, 8 at least of several; and tiles.
+
+    One, or three quarters of it, or five eighths, as tiles of a quarter or an eighth.
+    """
+    padded = triton.next_power_of_2(width)
+    for tiles, side in ((5, padded // 8), (3, padded // 4)):
+        if side >= 8 and width <= tiles * side:
+            return side, tiles
+    return padded, 1
 
 
 @triton.jit

@@ -1150,9 +1150,9 @@ class TwoPhase:
         self.like = embedding.detach()  # every source has its shape, layout and dtype
         self.ledger = start(q, gains, self.like, self.room, heads)
         self.halves, self.scale = halves_of(self.q, embedding.dtype)
-        self.site = self.first = 0  # the next site, and the first of its block,
-        self.end = min(block - 1, len(q))  # which ends here
-        self.early = self.early_ml = None  # and reads itself what there is: phase 1 would read the embedding alone
+        self.site = self.first = 0  # the next site, and the first of its block
+        self.end = min(block - 1, len(q))  # of that block, the first, so that phase 1 reads full blocks of sources,
+        self.early = self.early_ml = None  # and none before there is one: it would read the embedding alone
         self.done: list[Tensor] = []  # the sources that are read in phase 1,
         self.local: list[Tensor] = []  # those of this block that were read since,
         self.rs: list[Tensor] = []  # and r of all of them

@@ -14,8 +14,8 @@ CONFIG = Config(residual="full", heads=2, dim=16, layers=1, attn_heads=2, kv_hea
 
 @pytest.mark.parametrize("sites", [1, 2, 7, 12, 31])
 def test_fewest_rows_is_the_best_of_all_block_lengths(sites):
-    """Counted pair by pair: a site reads the sources of blocks before its own newest one's in a phase 1, if that block
-    is not full yet; a load that several pairs share counts once.
+    """Counted pair by pair: a site reads full blocks of sources in phase 1, the others itself; a load that several
+    pairs share counts once.
     """
 
     def counted(size):

@@ -92,7 +92,7 @@ def test_heads_that_fill_no_tile(dtype, normed):
      (160, (32, 5)), (200, (256, 1)), (256, (256, 1)), (300, (64, 5)), (1280, (256, 5)), (8192, (8192, 1))],
 )  # fmt: skip
 def test_tiles_hold_a_head(width, cut):
-    """And no other cut into up to five tiles leaves fewer lanes idle."""
+    """In one tile, or three quarters or five eighths of it where that is enough."""
     assert tiles_of(width) == cut
     side, tiles = cut
     assert side * (tiles - 1) < width <= side * tiles
