@@ -31,6 +31,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from mhar_minimal.kernels.fused import fake_rest, read_exact, room_for_rest, rounded, write_rest
 from mhar_minimal.kernels.launch import (
@@ -1171,7 +1172,13 @@ class TwoPhase:
         return self.next(None)
 
     def read_normed(self, norm: nn.RMSNorm) -> Tensor:
-        """``norm(read())``, by one kernel if the norm is the next of ``norms``."""
+        """``norm(read())``, by one kernel if the norm is the next of ``norms``.
+
+        torch.compile makes kernels of norms itself, so it computes this one again in the backward. That costs less
+        time than memory: a read-out and what is behind its norm would both be kept, a row of [B, T, D] more per site.
+        """
+        if torch.compiler.is_compiling():
+            return checkpoint(norm, self.read(), use_reentrant=False)
         return self.next(self.gains) if self.norms and norm is self.norms[self.site] else norm(self.read())
 
     def next(self, gains: Tensor | None) -> Tensor:

@@ -73,7 +73,12 @@ def two_phase_block(depth: Depth, embedding: Tensor, norms: Sequence[nn.RMSNorm]
 
 
 def applicable(norms: Sequence[nn.RMSNorm], dtype: torch.dtype) -> Sequence[nn.RMSNorm]:
-    """The norms, if a kernel may stand in for all of them, which knows one ε and calls no hook; otherwise none."""
+    """The norms, if a kernel may stand in for all of them, which knows one ε and calls no hook; otherwise none.
+
+    Under torch.compile none: see `TwoPhase.read_normed`.
+    """
+    if torch.compiler.is_compiling():
+        return ()
 
     def plain(norm: nn.Module) -> bool:
         hooks = norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks

@@ -479,12 +479,14 @@ def test_autocast(residual, name):
 
 @pytest.mark.parametrize(("residual", "name"), [("full", "fused"), ("full", "two_phase"), ("block", "two_phase")])
 def test_compiled_as_one_graph(residual, name):
+    """As far from float64 as eager's: two-phase kernels leave the norms behind sites to the compiler."""
     torch._dynamo.reset()
-    made = model(small(residual, impl=name))
-    expected = [x.clone() for x in logits_and_gradients(made)]
+    config = small(residual)
+    truth, eager = logits_and_gradients(model(config).double()), logits_and_gradients(model(config))
+    made = model(replace(config, impl=name))
     got = logits_and_gradients(made, torch.compile(made, fullgraph=True, backend="aot_eager"))
-    for a, b in zip(got, expected, strict=True):
-        assert error(a, b.double()) < 1e-5  # on a CPU they are equal
+    for g, e, t in zip(got, eager, truth, strict=True):
+        assert error(g, t) <= 3 * error(e, t) + 1e-5
 
 
 @pytest.mark.parametrize("residual", RESIDUALS)
