@@ -10,11 +10,13 @@ boundary the block's sources read the gradients of all later blocks' read-outs i
 source then adds what its own block's sites send it (`source_backward`). So a source's gradient is written twice, the
 later blocks' part and the whole, however many sites read it.
 
-What the gathering needs, every later site's dout, lse and δ = dout · read-out, travels backwards along the autograd
-graph as the gradient of a *ledger*: a dummy of zero size in memory that the forward hands from one operation to the
-next. In the backward the last site allocates its gradient, a buffer with the `Sections` below, and every site before
-makes its entries. There is no state beside the graph: checkpointing, a second backward and torch.compile see ordinary
-operations. The price is that all rows live until the backward ends.
+What the gathering needs travels backwards along the autograd graph as gradients of dummies, of zero size in memory,
+that the forward hands from one operation to the next: every later site's dout as that of its *rows*, and its lse,
+δ = dout · read-out and what is small beside a row as that of the *ledger*, with the `Sections` below. In the backward
+the last site allocates them, and every site before makes its entries. There is no state beside the graph:
+checkpointing, a second backward and torch.compile see ordinary operations. The price is that all rows live until the
+backward ends. So there are two tensors of them, front and back: a backward needs most memory when it begins, and the
+rows of the first half of the sites are allocated when the activations of the second half are gone.
 
 Heads are independent programs: r = 1 / sqrt(mean(v²) + ε) is computed once per source, and then a head needs its own
 channels only. The block kernels' matmuls take the stored 16-bit values as they are and split what is float32 (queries,
@@ -206,7 +208,7 @@ def read_forward(
         store(normed_ptr, row, times(scaled(acc, rho[:, None]), gain), here)
 
 
-@kernel("rows", "part", "stats", "radial", "dlr", "tokens", "site", "slot", "count", "sites")
+@kernel("part", "stats", "radial", "dlr", "tokens", "site", "nth", "slot", "count", "sites")
 def source_backward(
     dout_ptr,  # gradient of what this site gave, [tokens, D]: of its read-out, with NORM of that behind the norm
     readout_ptr,
@@ -217,8 +219,8 @@ def source_backward(
     q_ptr,  # all queries, float32 [sites, D]
     gain_ptr,  # of the norms, float32 [sites, D], and of this one rho, float32 [tokens]; None without NORM
     rho_ptr,
+    rows_ptr,  # in and out: the read-outs' gradients, stored [front's or back's sites, tokens, D]
     ledger_ptr,  # in and out, its sections at these offsets:
-    rows,  # the read-outs' gradients, stored [sites, tokens, D]
     part,  # what later blocks send the block's sources, stored [room, tokens, D]
     stats,  # lse and δ, float32 [tokens, H, sites, 2]
     radial,  # the norm's share of part, float32 [room, tokens, H]
@@ -226,6 +228,7 @@ def source_backward(
     dv_ptr,  # out, [tokens, D]
     tokens,
     site,
+    nth,  # of the site among the rows
     slot,  # of the source in its block
     count,  # sites of this block that read the source, this one first
     sites,
@@ -246,7 +249,7 @@ def source_backward(
     channel, inside = channels_of_a_token(H, K, HP, KP, TILES)
     row, here, head, head_here = places(t, t < tokens, channel, inside, D, H, HP)
     plane = tokens.to(tl.int64) * D
-    rows_ptr = section(ledger_ptr, rows, STORED) + site * plane
+    rows_ptr += nth * plane
     stat = ledger_ptr + stats + head * (2 * sites)
     dlr_ptr = ledger_ptr + dlr + tl.arange(0, HP)[None, :] * (count * tokens.to(tl.int64)) + t[:, None]
     # Loads first: none may pass the barriers of a reduction. So a later site's gradient is read a round ahead, too.
@@ -381,6 +384,13 @@ def dot2(a, high, low, acc, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
     return acc
 
 
+@triton.jit
+def entered(front_ptr, back_ptr, site, cut, t, tokens, D: tl.constexpr):
+    """Where the read-outs' gradients of these sites begin, of token t."""
+    rows_ptr = tl.where(site < cut, front_ptr, back_ptr - cut * tokens.to(tl.int64) * D)
+    return rows_ptr + (site.to(tl.int64) * tokens + t) * D
+
+
 @kernel("count")
 def block_scores(
     table,
@@ -498,18 +508,19 @@ def block_forward(
     tl.store(ml_ptr + 2 * (row * H + h) + 1, l, mask=first)
 
 
-@kernel("rows", "tokens", "count", "site", "sites")
+@kernel("tokens", "count", "site", "cut", "sites")
 def block_scores_backward(
     table,
     like_ptr,
-    ledger_ptr,
-    rows,  # offset of the read-outs' gradients, stored [sites, tokens, D]
+    front_ptr,  # the read-outs' gradients, stored [cut, tokens, D] and [sites - cut, tokens, D]
+    back_ptr,
     high_ptr,
     low_ptr,
     scores_ptr,  # out, float32 [tokens, H, later sites, 2, SP]: q · v and dout · v
     tokens,
     count,
     site,
+    cut,
     sites,
     D: tl.constexpr,
     H: tl.constexpr,
@@ -525,13 +536,12 @@ def block_scores_backward(
     STORED: tl.constexpr,  # the storage dtype
 ):
     t = tl.program_id(0).to(tl.int64)
-    rows_ptr = section(ledger_ptr, rows, STORED)
     h = tl.program_id(1)
     s = site + tl.program_id(2) * GP + tl.arange(0, GP)
     at = tl.minimum(s, sites - 1)
     j = tl.arange(0, SP)
     base = tl.load(table + tl.minimum(j, count - 1)).to(like_ptr.dtype) + t * D
-    back = rows_ptr + (at.to(tl.int64) * tokens + t) * D
+    back = entered(front_ptr, back_ptr, at, cut, t, tokens, D)
     logit = tl.zeros([GP, SP], tl.float32)
     dov = tl.zeros([GP, SP], tl.float32)
     for c in range(NC):
@@ -546,13 +556,14 @@ def block_scores_backward(
     tl.store(score + SP, dov, mask=(s < sites)[:, None])
 
 
-@kernel("rows", "stats", "part", "radial", "tokens", "count", "site", "sites")
+@kernel("stats", "part", "radial", "tokens", "count", "site", "cut", "sites")
 def block_backward(
     table,  # int64 [count]: addresses of the block's sources
     like_ptr,
     r_ptr,  # float32 [count, tokens]
+    front_ptr,  # the read-outs' gradients, stored [cut, tokens, D] and [sites - cut, tokens, D]
+    back_ptr,
     ledger_ptr,  # in and out, its sections at these offsets:
-    rows,  # the read-outs' gradients, stored [sites, tokens, D]
     stats,  # lse and δ, float32 [tokens, H, sites, 2]
     part,  # out: what these sites send the sources, stored [count, tokens, D]
     radial,  # out: Σ over the sites of dlogit · logit, float32 [count, tokens, H]
@@ -564,6 +575,7 @@ def block_backward(
     tokens,
     count,
     site,  # the first later site
+    cut,
     sites,
     D: tl.constexpr,
     H: tl.constexpr,
@@ -579,7 +591,6 @@ def block_backward(
     STORED: tl.constexpr,  # the storage dtype
 ):
     t = tl.program_id(0).to(tl.int64)
-    rows_ptr = section(ledger_ptr, rows, STORED)
     h = tl.program_id(1)
     mine = tl.program_id(2) * KM
     FM: tl.constexpr = KM * NC <= K
@@ -599,8 +610,7 @@ def block_backward(
     for start in range(site, sites, GP):
         s = start + tl.arange(0, GP)
         at = tl.minimum(s, sites - 1)
-        row = at.to(tl.int64) * tokens + t
-        back = rows_ptr + row * D
+        back = entered(front_ptr, back_ptr, at, cut, t, tokens, D)
         logit = tl.zeros([GP, SP], tl.float32)
         dov = tl.zeros([GP, SP], tl.float32)
         if NC == 1:
@@ -779,7 +789,6 @@ def query_constants(dtype: torch.dtype, dim: int, heads: int, count: int, **flag
 class Sections(NamedTuple):
     """Where the parts of a ledger's gradient begin in it, and its length, counted in float32 numbers."""
 
-    rows: int  # the read-outs' gradients, stored [sites, tokens, D]
     part: int  # what later blocks send a block's sources, stored [room, tokens, D]
     stats: int  # lse and δ, float32 [tokens, H, sites, 2]
     radial: int  # the norm's share of part, float32 [room, tokens, H]
@@ -797,8 +806,8 @@ def parts_of(tokens: int) -> int:
 @functools.cache
 def sections(tokens: int, dim: int, dtype: torch.dtype, sites: int, room: int, heads: int) -> Sections:
     """For storage in this dtype. Every section begins at a multiple of 16 bytes, and has room behind it."""
-    rows, part = (ceil(n * tokens * dim * dtype.itemsize, 4) for n in (sites, room))
-    lengths = rows, part, 2 * tokens * heads * sites, room * tokens * heads, tokens * heads * room
+    part = ceil(room * tokens * dim * dtype.itemsize, 4)
+    lengths = part, 2 * tokens * heads * sites, room * tokens * heads, tokens * heads * room
     parameters = parts_of(tokens) * sites * dim
     padded = [4 * ceil(n, 4) + APART for n in (*lengths, parameters, parameters)]
     return Sections(*itertools.accumulate(padded, initial=0))
@@ -808,16 +817,32 @@ def sections_for(like: Tensor, sites: int, room: int, heads: int) -> Sections:
     return sections(tokens_of(like), like.shape[-1], stored(like), sites, room, heads)
 
 
-def passed_on(ledger: Tensor) -> Tensor:
-    """The dummy that stands for the ledger from here on: one number, which nobody reads."""
-    return ledger.new_empty(()).expand(ledger.shape)
+def passed_on(dummy: Tensor) -> Tensor:
+    """The dummy that stands for this one from here on: one number, which nobody reads."""
+    return dummy.new_empty(()).expand(dummy.shape)
+
+
+@operation("open_rows")
+def open_rows(dout: Tensor, nth: int, count: int) -> Tensor:
+    """The gradient of ``count`` rows, stored [count, B, T, D], from the nth on, the last that the loss depends on.
+
+    Its gradient ``dout`` [B, T, D] is an argument so that a compiler does not allocate before that is known.
+    """
+    rows = dout.new_empty(count, *dout.shape, dtype=stored(dout))
+    rows[nth + 1 :] = 0
+    return rows
+
+
+@open_rows.fake
+def _(dout, nth, count):
+    return dout.new_empty(count, *dout.shape, dtype=stored(dout))
 
 
 @operation("open_ledger")
 def open_ledger(dout: Tensor, site: int, sites: int, room: int, heads: int) -> Tensor:
     """The gradient of a ledger, from the last site that the loss depends on; later sites weigh nothing.
 
-    Its gradient ``dout`` [B, T, D] is an argument so that a compiler does not allocate before that is known.
+    ``dout`` is an argument as in `open_rows`.
     """
     tokens, at = tokens_of(dout), sections_for(dout, sites, room, heads)
     ledger = dout.new_empty(at.end, dtype=torch.float32)
@@ -826,8 +851,7 @@ def open_ledger(dout: Tensor, site: int, sites: int, room: int, heads: int) -> T
         stats = ledger[at.stats :][: 2 * tokens * heads * sites].view(tokens, heads, sites, 2)
         stats[:, :, site + 1 :, 0] = torch.inf  # lse
         stats[:, :, site + 1 :, 1] = 0  # δ
-        ledger[: at.part].view(stored(dout))[(site + 1) * dout.numel() :] = 0
-        ledger[at.part : at.stats] = 0
+        ledger[: at.stats] = 0
         ledger[at.radial : at.dlr] = 0
     return ledger
 
@@ -837,28 +861,37 @@ def _(dout, site, sites, room, heads):
     return dout.new_empty(sections_for(dout, sites, room, heads).end, dtype=torch.float32)
 
 
-# start: queries and norm gains in, ledger out; their gradients come out of the ledger at the very end ----------------
+# start: queries and norm gains in, ledger and rows out; their gradients come out of the ledger at the very end --------
 
 
 @operation("start")
-def start(q: Tensor, gains: Tensor | None, like: Tensor, room: int, heads: int) -> Tensor:
-    """A ledger for queries q ⊙ g, norm gains (both float32 [sites, D]) and sources like this one."""
-    return q.new_empty(()).expand(sections_for(like, q.shape[0], room, heads).end)
+def start(
+    q: Tensor, gains: Tensor | None, like: Tensor, cut: int, room: int, heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Ledger, front and back for queries q ⊙ g, norm gains (both float32 [sites, D]) and sources like this one.
+
+    The front has the rows of the sites before ``cut``.
+    """
+    ledger = q.new_empty(()).expand(sections_for(like, q.shape[0], room, heads).end)
+    rows = (like.new_empty((), dtype=stored(like)).expand(n, *like.shape) for n in (cut, q.shape[0] - cut))
+    return ledger, *rows
 
 
 @start.fake
-def _(q, gains, like, room, heads):
-    return q.new_empty(()).expand(sections_for(like, q.shape[0], room, heads).end)
+def _(q, gains, like, cut, room, heads):
+    ledger = q.new_empty(()).expand(sections_for(like, q.shape[0], room, heads).end)
+    rows = (like.new_empty((), dtype=stored(like)).expand(n, *like.shape) for n in (cut, q.shape[0] - cut))
+    return ledger, *rows
 
 
 def _start_setup(ctx, inputs, output):
-    q, gains, like, room, heads = inputs
+    q, gains, like, _, room, heads = inputs
     ctx.set_materialize_grads(False)
     ctx.shape, ctx.gains = (parts_of(tokens_of(like)), *q.shape), gains is not None
     ctx.at = sections_for(like, q.shape[0], room, heads)
 
 
-def _start_backward(ctx, ledger):
+def _start_backward(ctx, ledger, *_):
     if ledger is None:
         return None, None
     length = math.prod(ctx.shape)
@@ -874,13 +907,13 @@ start.differentiable(_start_setup, _start_backward, first=2)
 
 @operation("begin")
 def begin(
-    ledger: Tensor, newest: Tensor | None, halves: Tensor, scale: Tensor, sources: list[Tensor], rs: list[Tensor],
-    fresh: int, site: int, end: int, room: int, heads: int, eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    ledger: Tensor, front: Tensor, back: Tensor, newest: Tensor | None, halves: Tensor, scale: Tensor,
+    sources: list[Tensor], rs: list[Tensor], fresh: int, site: int, end: int, room: int, heads: int, eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """What the online softmax of the sites from ``site`` to ``end`` has come to behind all finished sources.
 
     Args:
-        ledger: as it was passed on.
+        ledger, front, back: as they were passed on.
         newest: the source that was written last and that no site has read yet, [B, T, D], or None.
         halves, scale: all queries, `halves_of` them.
         sources, rs: the older finished sources, [B, T, D] each, and r of each, float32 [B, T].
@@ -889,7 +922,8 @@ def begin(
         room, heads, eps: sources that become readable at once, at most; as in `route`.
 
     Returns:
-        The ledger; acc, float32 [end - site, B, T, D]; m and l, float32 [end - site, B, T, H, 2]; r of ``newest``.
+        Ledger, front and back; acc, float32 [end - site, B, T, D]; m and l, float32 [end - site, B, T, H, 2]; r of
+        ``newest``.
     """
     like = sources[0] if newest is None else newest
     count, dim, tokens = end - site, like.shape[-1], tokens_of(like)
@@ -912,23 +946,28 @@ def begin(
             (tokens, heads, constants["NC"]), constants,
             table, like, torch.stack(rs), high, low, scale, scores, acc, ml, tokens, n, site, count,
         )  # fmt: skip
-    return passed_on(ledger), acc, ml, r
+    return *map(passed_on, (ledger, front, back)), acc, ml, r
 
 
 @begin.fake
-def _(ledger, newest, halves, scale, sources, rs, fresh, site, end, room, heads, eps):
+def _(ledger, front, back, newest, halves, scale, sources, rs, fresh, site, end, room, heads, eps):
     like = sources[0] if newest is None else newest
     acc = like.new_empty(end - site, *like.shape, dtype=torch.float32)
-    return passed_on(ledger), acc, acc.new_empty(*acc.shape[:-1], heads, 2), acc.new_empty(like.shape[:-1])
+    ml, r = acc.new_empty(*acc.shape[:-1], heads, 2), acc.new_empty(like.shape[:-1])
+    return *map(passed_on, (ledger, front, back)), acc, ml, r
 
 
 @operation("begin_backward", mutates=("ledger",))
 def begin_backward(
-    ledger: Tensor, halves: Tensor, scale: Tensor, sources: list[Tensor], rs: list[Tensor],
-    newest: bool, site: int, room: int, heads: int,
+    ledger: Tensor, front: Tensor | None, back: Tensor, halves: Tensor, scale: Tensor, sources: list[Tensor],
+    rs: list[Tensor], newest: bool, site: int, room: int, heads: int,
 ) -> Tensor:  # fmt: skip
-    """Enter what the sites from ``site`` on send the sources; returns the gradient of the last if it is ``newest``."""
+    """Enter what the sites from ``site`` on send the sources; returns the gradient of the last if it is ``newest``.
+
+    ``front`` is None where none of these sites has its rows there.
+    """
     like, count, sites = sources[0], len(sources), halves.shape[1]
+    front, cut = back if front is None else front, sites - len(back)
     dim, tokens, later = like.shape[-1], tokens_of(like), sites - site
     dv = torch.empty_like(like, dtype=stored(like)) if newest else like.new_empty(0, dtype=stored(like))
     if tokens:
@@ -940,12 +979,12 @@ def begin_backward(
             scores = scale.new_empty(tokens, heads, later, 2, constants["SP"])
             block_scores_backward(
                 (tokens, heads, ceil(later, STEP)), constants,
-                table, like, ledger, at.rows, high, low, scores, tokens, count, site, sites,
+                table, like, front, back, high, low, scores, tokens, count, site, cut, sites,
             )  # fmt: skip
         block_backward(
             (tokens, heads, constants["NC"]), constants,
-            table, like, r, ledger, at.rows, at.stats, at.part, at.radial, high, low, scale, scores, dlr,
-            tokens, count, site, sites,
+            table, like, r, front, back, ledger, at.stats, at.part, at.radial, high, low, scale, scores, dlr,
+            tokens, count, site, cut, sites,
         )  # fmt: skip
         constants = query_constants(like.dtype, dim, heads, count, SOURCE=True, ONE=False, NORM=False)
         parts = parts_of(tokens)
@@ -965,48 +1004,50 @@ def begin_backward(
 
 
 @begin_backward.fake
-def _(ledger, halves, scale, sources, rs, newest, site, room, heads):
+def _(ledger, front, back, halves, scale, sources, rs, newest, site, room, heads):
     return torch.empty_like(sources[0]) if newest else sources[0].new_empty(0)
 
 
 def _begin_setup(ctx, inputs, output):
-    _, newest, halves, scale, sources, rs, fresh, site, _, room, heads, _ = inputs
-    _, acc, ml, r = output
+    _, _, back, newest, halves, scale, sources, rs, fresh, site, _, room, heads, _ = inputs
+    *_, acc, ml, r = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(acc, ml, r)
     published = len(sources) - fresh
     sources, rs = sources[published:], rs[published:]
     if newest is not None:
         sources, rs = [*sources, newest], [*rs, r]
-    ctx.numbers = newest is not None, site, room, heads
+    ctx.numbers, ctx.back = (newest is not None, site, room, heads), len(back)
     ctx.save_for_backward(halves, scale, *sources, *rs)
 
 
-def _begin_backward(ctx, ledger, *_):
+def _begin_backward(ctx, ledger, front, back, *_):
     halves, scale, *both = ctx.saved_tensors
     if ledger is None or not both:  # no later site has a gradient, or nothing was published
-        return ledger, None
+        return ledger, front, back, None
+    if back is None:  # none of its sites has one
+        back = open_rows.inside(ctx)(both[0], -1, ctx.back)
     n = len(both) // 2
-    dv = begin_backward.inside(ctx)(ledger, halves, scale, both[:n], both[n:], *ctx.numbers)
-    return ledger, dv if ctx.numbers[0] else None
+    dv = begin_backward.inside(ctx)(ledger, front, back, halves, scale, both[:n], both[n:], *ctx.numbers)
+    return ledger, front, back, dv if ctx.numbers[0] else None
 
 
-begin.differentiable(_begin_setup, _begin_backward, first=2)
+begin.differentiable(_begin_setup, _begin_backward, first=4)
 
 
-# read: one site; in the backward it enters its row in the ledger and finishes its newest source ---------------------
+# read: one site; in the backward it enters its row, and finishes its newest source ----------------------------------
 
 
 @operation("read")
 def read(
-    ledger: Tensor, newest: Tensor | None, like: Tensor, q: Tensor, gains: Tensor | None, early: Tensor | None,
-    early_ml: Tensor | None, local: list[Tensor], rs: list[Tensor], site: int, nth: int, end: int, slot: int,
-    room: int, heads: int, eps: float, norm_eps: float, keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    ledger: Tensor, rows: Tensor, newest: Tensor | None, like: Tensor, q: Tensor, gains: Tensor | None,
+    early: Tensor | None, early_ml: Tensor | None, local: list[Tensor], rs: list[Tensor], site: int, nth: int,
+    end: int, cut: int, slot: int, room: int, heads: int, eps: float, norm_eps: float, keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The read-out of one site, phase 1 merged with the sources of its own block.
 
     Args:
-        ledger: as it was passed on.
+        ledger, rows: as they were passed on; the rows are the front for the sites before ``cut``, else the back.
         newest: the source written before this site, [B, T, D], or None.
         like: of the shape and dtype of a source.
         q: all queries q ⊙ g, float32 [sites, D].
@@ -1016,13 +1057,14 @@ def read(
             their own sites' business.
         site, nth: this site, in the model and in the block.
         end: the first site that does not read ``newest`` within the block.
+        cut: the first site whose row is in the back.
         slot: of ``newest`` among the sources that the next block publishes; -1 if it is none of them.
         room, heads, eps, norm_eps: as in `begin`; of the RMSNorms.
         keep: whether there will be a backward.
 
     Returns:
-        The ledger; the read-out in the storage dtype, [B, T, D], with ``gains`` behind the norm; r of ``newest``; and
-        for the backward (empty without ``keep``) the read-out itself (with ``gains``, else empty), its rest, lse
+        Ledger and rows; the read-out in the storage dtype, [B, T, D], with ``gains`` behind the norm; r of ``newest``;
+        and for the backward (empty without ``keep``) the read-out itself (with ``gains``, else empty), its rest, lse
         [B, T, H], and the norm's rho [B, T] (with ``gains``, else empty).
     """
     sources, tokens = local if newest is None else [*local, newest], tokens_of(like)
@@ -1041,28 +1083,30 @@ def read(
         )  # fmt: skip
     if not keep:
         given = (normed if norm else readout).to(like.dtype)
-        return passed_on(ledger), given, r, *(like.new_empty(0) for _ in range(4))
+        return passed_on(ledger), passed_on(rows), given, r, *(like.new_empty(0) for _ in range(4))
     readout, rest = rounded(readout, rest, like.dtype)
     if norm:
-        return passed_on(ledger), normed.to(like.dtype), r, readout, rest, lse, rho
-    return passed_on(ledger), readout, r, like.new_empty(0), rest, lse, like.new_empty(0)
+        return passed_on(ledger), passed_on(rows), normed.to(like.dtype), r, readout, rest, lse, rho
+    return passed_on(ledger), passed_on(rows), readout, r, like.new_empty(0), rest, lse, like.new_empty(0)
 
 
 @read.fake
-def _(ledger, newest, like, q, gains, early, early_ml, local, rs, site, nth, end, slot, room, heads, *numbers):
+def _(ledger, rows, newest, like, q, gains, early, early_ml, local, rs, site, nth, end, cut, slot, room, heads, *more):
     given, r = torch.empty_like(like), q.new_empty(like.shape[:-1])
-    if not numbers[-1]:  # keep
-        return passed_on(ledger), given, r, *(like.new_empty(0) for _ in range(4))
+    if not more[-1]:  # keep
+        return passed_on(ledger), passed_on(rows), given, r, *(like.new_empty(0) for _ in range(4))
     readout, rho = (like.new_empty(0) if gains is None else torch.empty_like(x) for x in (like, r))
-    return passed_on(ledger), given, r, readout, fake_rest(like), q.new_empty(*like.shape[:-1], heads), rho
+    dummies, lse = (passed_on(ledger), passed_on(rows)), q.new_empty(*like.shape[:-1], heads)
+    return *dummies, given, r, readout, fake_rest(like), lse, rho
 
 
-@operation("read_backward", mutates=("ledger",))
+@operation("read_backward", mutates=("ledger", "rows"))
 def read_backward(
-    ledger: Tensor, dout: Tensor, readout: Tensor, rest: Tensor, lse: Tensor, rho: Tensor, q: Tensor,
-    gains: Tensor | None, newest: Tensor | None, r: Tensor, site: int, end: int, slot: int, room: int, heads: int,
+    ledger: Tensor, rows: Tensor, dout: Tensor, readout: Tensor, rest: Tensor, lse: Tensor, rho: Tensor, q: Tensor,
+    gains: Tensor | None, newest: Tensor | None, r: Tensor, site: int, end: int, nth: int, slot: int, room: int,
+    heads: int,
 ) -> Tensor:  # fmt: skip
-    """Enter this site's row in the ledger; returns the gradient of the newest source (empty without one)."""
+    """Enter this site's row, the nth; returns the gradient of the newest source (empty without one)."""
     tokens, dim, sites, count = tokens_of(readout), readout.shape[-1], q.shape[0], end - site
     source, norm = newest is not None, gains is not None
     dv = torch.empty_like(readout, dtype=stored(readout)) if source else readout.new_empty(0, dtype=stored(readout))
@@ -1075,7 +1119,7 @@ def read_backward(
         source_backward(
             (ceil(tokens, tt), 1, 1), constants,
             dout, readout, held, lse, newest, r if source else None, q, gains, rho if norm else None,
-            ledger, at.rows, at.part, at.stats, at.radial, at.dlr, dv, tokens, site, slot, count, sites,
+            rows, ledger, at.part, at.stats, at.radial, at.dlr, dv, tokens, site, nth, slot, count, sites,
         )  # fmt: skip
         if source or norm:
             constants = query_constants(readout.dtype, dim, heads, 1, ONE=True, **flags)
@@ -1089,30 +1133,32 @@ def read_backward(
 
 
 @read_backward.fake
-def _(ledger, dout, readout, rest, lse, rho, q, gains, newest, *numbers):
+def _(ledger, rows, dout, readout, rest, lse, rho, q, gains, newest, *numbers):
     return torch.empty_like(readout) if newest is not None else readout.new_empty(0)
 
 
 def _read_setup(ctx, inputs, output):
-    _, newest, _, q, gains, _, _, _, _, site, _, end, slot, room, heads, *_ = inputs
-    _, given, r, readout, rest, lse, rho = output
-    ctx.numbers = site, end, slot, room, heads
+    _, rows, newest, _, q, gains, _, _, _, _, site, _, end, cut, slot, room, heads, *_ = inputs
+    _, _, given, r, readout, rest, lse, rho = output
+    ctx.numbers, ctx.rows = (site, end, site if site < cut else site - cut, slot, room, heads), len(rows)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(r)
     ctx.save_for_backward(q, gains, given if gains is None else readout, rest, lse, rho, newest, r)
 
 
-def _read_backward(ctx, ledger, dout, *_):
+def _read_backward(ctx, ledger, rows, dout, *_):
     q, gains, readout, rest, lse, rho, newest, r = ctx.saved_tensors
-    site, _, _, room, heads = ctx.numbers
+    site, _, nth, _, room, heads = ctx.numbers
     dout = torch.zeros_like(readout) if dout is None else laid_out(dout, readout.dtype)
     if ledger is None:
         ledger = open_ledger.inside(ctx)(dout, site, q.shape[0], room, heads)
-    dv = read_backward.inside(ctx)(ledger, dout, readout, rest, lse, rho, q, gains, newest, r, *ctx.numbers)
-    return ledger, None if newest is None else dv
+    if rows is None:
+        rows = open_rows.inside(ctx)(dout, nth, ctx.rows)
+    dv = read_backward.inside(ctx)(ledger, rows, dout, readout, rest, lse, rho, q, gains, newest, r, *ctx.numbers)
+    return ledger, rows, None if newest is None else dv
 
 
-read.differentiable(_read_setup, _read_backward, first=2, shown=3)
+read.differentiable(_read_setup, _read_backward, first=3, shown=4)
 
 
 def halves_of(q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -1149,7 +1195,8 @@ class TwoPhase:
         self.norm_eps = norms[0].eps if norms else 0.0
         self.q, self.heads, self.eps, self.block = q.detach(), heads, eps, block
         self.like = embedding.detach()  # every source has its shape, layout and dtype
-        self.ledger = start(q, gains, self.like, self.room, heads)
+        self.cut = self.middle(len(q))
+        self.ledger, *self.rows = start(q, gains, self.like, self.cut, self.room, heads)
         self.halves, self.scale = halves_of(self.q, embedding.dtype)
         self.site = self.first = 0  # the next site, and the first of its block
         self.end = min(block - 1, len(q))  # of that block, the first, so that phase 1 reads full blocks of sources,
@@ -1163,6 +1210,10 @@ class TwoPhase:
     def room(self) -> int:
         """Sources that become readable at once, at most."""
         return self.block
+
+    def middle(self, sites: int) -> int:
+        """Where the back's rows begin: with a block, whose rows are read as one, in the second half of the sites."""
+        return min(self.block * (sites // 2 // self.block + 1) - 1, sites)
 
     def write(self, output: Tensor) -> None:
         self.newest: Tensor | None = laid_out(output, self.like.dtype)
@@ -1198,8 +1249,8 @@ class TwoPhase:
         if self.site == len(self.q):
             raise ValueError(f"read {self.site + 1} of a pass over {self.site} sites; accepted: one read per site")
         sources, fresh = self.done + self.local, len(self.local)
-        self.ledger, self.early, self.early_ml, r = begin(
-            self.ledger, newest, self.halves, self.scale, sources, self.rs, fresh,
+        self.ledger, *self.rows, self.early, self.early_ml, r = begin(
+            self.ledger, *self.rows, newest, self.halves, self.scale, sources, self.rs, fresh,
             self.site, end, self.room, self.heads, self.eps,
         )  # fmt: skip
         if newest is not None:
@@ -1209,10 +1260,11 @@ class TwoPhase:
 
     def merge(self, newest: Tensor | None, end: int, slot: int, gains: Tensor | None) -> tuple[Tensor, Tensor]:
         """The read-out of this site, and r of ``newest``."""
-        self.ledger, readout, r = read(
-            self.ledger, newest, self.like, self.q, gains, self.early, self.early_ml, self.local,
-            self.rs[len(self.done) :], self.site, self.site - self.first, end, slot, self.room, self.heads, self.eps,
-            self.norm_eps, torch.is_grad_enabled(),
+        half = self.site >= self.cut
+        self.ledger, self.rows[half], readout, r = read(
+            self.ledger, self.rows[half], newest, self.like, self.q, gains, self.early, self.early_ml, self.local,
+            self.rs[len(self.done) :], self.site, self.site - self.first, end, self.cut, slot, self.room, self.heads,
+            self.eps, self.norm_eps, torch.is_grad_enabled(),
         )  # fmt: skip
         self.site += 1
         return readout, r
@@ -1229,6 +1281,9 @@ class TwoPhaseBlock(TwoPhase):
     @property
     def room(self) -> int:
         return 1
+
+    def middle(self, sites: int) -> int:
+        return sites // 2
 
     def write(self, output: Tensor) -> None:
         self.partial = output if self.partial is None else self.partial + output

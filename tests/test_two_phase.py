@@ -114,6 +114,29 @@ def test_fulls_schedule(sites, block):
     assert fast.schedule(sites) == block
 
 
+@pytest.mark.parametrize(
+    ("sites", "block", "cut"), [(1, 1, 0), (5, 8, 5), (13, 7, 6), (25, 7, 13), (49, 8, 31), (73, 8, 39)]
+)
+def test_the_front_is_allocated_when_the_back_is_done(sites, block, cut, monkeypatch):
+    """A backward needs most memory when it begins, so half of the rows come later; a block's are in one tensor."""
+    events, opens, backward = [], two_phase.open_rows.forward, two_phase.read_backward.forward
+
+    def opening(dout, nth, count):
+        events.append(("open", count))
+        return opens(dout, nth, count)
+
+    def reading(*arguments):
+        events.append("read")
+        return backward(*arguments)
+
+    monkeypatch.setattr(two_phase.open_rows, "forward", opening)
+    monkeypatch.setattr(two_phase.read_backward, "forward", reading)
+    results(all_sites(scheduled(block), 1), draw(sites, sites, 4, 1, shape=(1, 1)))
+    back, front = [("open", sites - cut), *["read"] * (sites - cut)], [("open", cut), *["read"] * cut]
+    assert events == [*(back if cut < sites else []), *(front if cut else [])]
+    assert cut == sites or (cut + 1) % block == 0
+
+
 @pytest.mark.parametrize("block", range(1, 17))
 def test_every_length_of_a_block(block):
     """A schedule changes the order of the work, not the result."""
@@ -166,8 +189,8 @@ def test_site_0_gives_its_query_no_gradient_however_sums_are_rounded(monkeypatch
     """On a GPU δ and dout · v may differ in their last bit; here they differ by more."""
     backward = two_phase.read_backward.forward
 
-    def inexact(ledger, dout, readout, *arguments):
-        return backward(ledger, dout, 1.01 * readout, *arguments)
+    def inexact(ledger, rows, dout, readout, *arguments):
+        return backward(ledger, rows, dout, 1.01 * readout, *arguments)
 
     monkeypatch.setattr(two_phase.read_backward, "forward", inexact)
     inputs = draw(1, 1, 12, 2, shape=(1, 2))
