@@ -1196,7 +1196,7 @@ class TwoPhase:
         self.q, self.heads, self.eps, self.block = q.detach(), heads, eps, block
         self.like = embedding.detach()  # every source has its shape, layout and dtype
         self.cut = self.middle(len(q))
-        self.ledger, *self.rows = start(q, gains, self.like, self.cut, self.room, heads)
+        self.ledger, self.front, self.back = start(q, gains, self.like, self.cut, self.room, heads)
         self.halves, self.scale = halves_of(self.q, embedding.dtype)
         self.site = self.first = 0  # the next site, and the first of its block
         self.end = min(block - 1, len(q))  # of that block, the first, so that phase 1 reads full blocks of sources,
@@ -1249,8 +1249,8 @@ class TwoPhase:
         if self.site == len(self.q):
             raise ValueError(f"read {self.site + 1} of a pass over {self.site} sites; accepted: one read per site")
         sources, fresh = self.done + self.local, len(self.local)
-        self.ledger, *self.rows, self.early, self.early_ml, r = begin(
-            self.ledger, *self.rows, newest, self.halves, self.scale, sources, self.rs, fresh,
+        self.ledger, self.front, self.back, self.early, self.early_ml, r = begin(
+            self.ledger, self.front, self.back, newest, self.halves, self.scale, sources, self.rs, fresh,
             self.site, end, self.room, self.heads, self.eps,
         )  # fmt: skip
         if newest is not None:
@@ -1260,12 +1260,16 @@ class TwoPhase:
 
     def merge(self, newest: Tensor | None, end: int, slot: int, gains: Tensor | None) -> tuple[Tensor, Tensor]:
         """The read-out of this site, and r of ``newest``."""
-        half = self.site >= self.cut
-        self.ledger, self.rows[half], readout, r = read(
-            self.ledger, self.rows[half], newest, self.like, self.q, gains, self.early, self.early_ml, self.local,
+        rows = self.front if self.site < self.cut else self.back
+        self.ledger, rows, readout, r = read(
+            self.ledger, rows, newest, self.like, self.q, gains, self.early, self.early_ml, self.local,
             self.rs[len(self.done) :], self.site, self.site - self.first, end, self.cut, slot, self.room, self.heads,
             self.eps, self.norm_eps, torch.is_grad_enabled(),
         )  # fmt: skip
+        if self.site < self.cut:
+            self.front = rows
+        else:
+            self.back = rows
         self.site += 1
         return readout, r
 
