@@ -31,39 +31,56 @@ from mhar_minimal.__main__ import git_revision, processor
 from mhar_minimal.depth import Depth, read_normed
 from mhar_minimal.fast import FusedFull
 from mhar_minimal.model import rope
+from mhar_minimal.route import route
 from mhar_minimal.train import record
 
 MICRO_BATCH = {"100M": 8, "350M": 4, "1B": 2}  # windows of the preset's context, as in arXiv:2607.27230
 ULP = 2**-8  # of bfloat16, relative
 
 
-class Peer(FusedFull):
-    """Full AttnRes, one head, by another library's kernel at every site."""
+class OneSite(FusedFull):
+    """Full AttnRes by another function that computes one read-out, called as `mhar_minimal.route.route` is."""
 
     def __init__(self, route: Callable, depth: Depth, embedding: Tensor):
         super().__init__(depth, embedding)
         self.route = route
 
     def read(self) -> Tensor:
-        query, gain = self.depth.query[self.site], self.depth.gain[self.site]
+        depth, s = self.depth, self.site
         self.site += 1
-        like = self.sources[0].dtype
-        return self.route(query.to(like), gain.to(like), self.sources, self.depth.eps)
+        return self.route(depth.query[s], depth.gain[s], self.sources, depth.heads, depth.eps)
+
+
+def compiled() -> Callable:
+    """The definition by torch.compile, a site at a time: all of them, as one graph, had not compiled after 400 s."""
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 2000
+    return torch.compile(route, dynamic=False)  # for every number of sources anew
 
 
 def fla() -> Callable:
-    """flash-linear-attention's kernel (fla-core)."""
+    """flash-linear-attention's kernel (fla-core), of one head."""
     attnres = importlib.import_module("fla.ops.attnres")
-    return lambda query, gain, sources, eps: attnres.fused_attnres(query, list(sources), gain, rms_eps=eps)
+
+    def one_site(query: Tensor, gain: Tensor, sources: Sequence[Tensor], heads: int, eps: float) -> Tensor:
+        like = sources[0].dtype
+        return attnres.fused_attnres(query.to(like), list(sources), gain.to(like), rms_eps=eps)
+
+    return one_site
 
 
 def liger() -> Callable:
-    """Liger's kernel (liger-kernel)."""
+    """Liger's kernel (liger-kernel), of one head."""
     functional = importlib.import_module("liger_kernel.transformers.functional")
-    return lambda query, gain, sources, eps: functional.liger_attn_res(torch.stack(sources), query, gain, eps)
+
+    def one_site(query: Tensor, gain: Tensor, sources: Sequence[Tensor], heads: int, eps: float) -> Tensor:
+        like = sources[0].dtype
+        return functional.liger_attn_res(torch.stack(tuple(sources)), query.to(like), gain.to(like), eps)
+
+    return one_site
 
 
 PEERS = {"fla": fla, "liger": liger}
+ONE_SITE = {"compile": compiled, **PEERS}
 
 
 class Routing:
@@ -81,7 +98,7 @@ class Routing:
 
         own = impl if impl in ("eager", "fused", "two_phase") else "eager"
         self.depth = Depth(replace(config, impl=own)).to(device, torch.promote_types(dtype, torch.float32))
-        self.peer = PEERS[impl]() if impl in PEERS else None
+        self.one_site = ONE_SITE[impl]() if impl in ONE_SITE else None
         for query, gain in zip(self.depth.query, self.depth.gain):
             query.data.copy_(draw(config.dim, std=config.dim**-0.5))
             gain.data.copy_(draw(config.dim, std=0.1, mean=1.0))
@@ -93,12 +110,12 @@ class Routing:
             norm.weight.data.copy_(draw(config.dim, std=0.1, mean=1.0))
         self.apart = norms == "apart"
         self.leaves = [*self.values, *self.depth.parameters(), *(norm.weight for norm in self.norms)]
-        self.read = torch.compile(self.read_all, dynamic=False) if impl == "compile" else self.read_all
 
-    def read_all(self) -> list[Tensor]:
+    def read(self) -> list[Tensor]:
         """All read-outs, behind their norms if any; source s + 1 is written after site s whatever that read."""
         embedding = self.values[0]
-        scheme = self.depth(embedding, self.norms) if self.peer is None else Peer(self.peer, self.depth, embedding)
+        one_site = self.one_site
+        scheme = OneSite(one_site, self.depth, embedding) if one_site else self.depth(embedding, self.norms)
         readouts = []
         for i, output in enumerate([*self.values[1:], None]):
             if not self.norms:
@@ -307,6 +324,8 @@ def training_rows(
     names: Sequence[str], layers: Sequence[int], schemes: Sequence[str], compiled: bool, recompute: bool, recorded: bool
 ) -> Iterator[dict]:
     """Tokens/s and peak memory; the schemes take turns, so that a machine that slows down slows all of them."""
+    workspace = torch.ones(16, 16, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    (workspace @ workspace).sum().backward()  # cuBLAS's, for two threads, is the process's, not the first model's
     for name in names:
         for depth in layers or [preset(name).layers]:
             torch._dynamo.reset()  # once for all that take turns, or the earlier ones would be compiled again
@@ -352,7 +371,12 @@ def main() -> None:
     option("part", choices=("routing", "training"), help="what to time")
     option("--settings", nargs="+", default=list(MICRO_BATCH), help="presets")
     option("--heads", nargs="+", type=int, default=[1, 8], help="depth heads, of routing")
-    option("--impl", nargs="+", default=["two_phase", "fused", "eager"], help="also compile (of eager), fla, liger")
+    option(
+        "--impl",
+        nargs="+",
+        default=["two_phase", "fused", "eager"],
+        help="also compile (of the definition), fla, liger",
+    )
     option("--norms", nargs="+", default=["none"], help="of routing: none, apart, fused (into the read-outs)")
     option("--schemes", nargs="+", default=["standard", "two_phase"], help="of training, baseline first; fused, eager")
     option("--compiled", action="store_true", help="training by torch.compile")

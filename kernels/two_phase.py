@@ -15,8 +15,9 @@ that the forward hands from one operation to the next: every later site's dout a
 δ = dout · read-out and what is small beside a row as that of the *ledger*, with the `Sections` below. In the backward
 the last site allocates them, and every site before makes its entries. There is no state beside the graph:
 checkpointing, a second backward and torch.compile see ordinary operations. The price is that all rows live until the
-backward ends. So there are two tensors of them, front and back: a backward needs most memory when it begins, and the
-rows of the first half of the sites are allocated when the activations of the second half are gone.
+backward ends. So there are two tensors of them, front and back. A backward needs most memory when it begins: only the
+last quarter of the sites, the back, has its rows then. The others' are allocated when that quarter's activations are
+gone, which were at least as much: a site's source, its read-out with its rest and what is behind its norm.
 
 Heads are independent programs: r = 1 / sqrt(mean(v²) + ε) is computed once per source, and then a head needs its own
 channels only. The block kernels' matmuls take the stored 16-bit values as they are and split what is float32 (queries,
@@ -1195,7 +1196,7 @@ class TwoPhase:
         self.norm_eps = norms[0].eps if norms else 0.0
         self.q, self.heads, self.eps, self.block = q.detach(), heads, eps, block
         self.like = embedding.detach()  # every source has its shape, layout and dtype
-        self.cut = self.middle(len(q))
+        self.cut = self.last_quarter(len(q))
         self.ledger, self.front, self.back = start(q, gains, self.like, self.cut, self.room, heads)
         self.halves, self.scale = halves_of(self.q, embedding.dtype)
         self.site = self.first = 0  # the next site, and the first of its block
@@ -1211,9 +1212,9 @@ class TwoPhase:
         """Sources that become readable at once, at most."""
         return self.block
 
-    def middle(self, sites: int) -> int:
-        """Where the back's rows begin: with a block, whose rows are read as one, in the second half of the sites."""
-        return min(self.block * (sites // 2 // self.block + 1) - 1, sites)
+    def last_quarter(self, sites: int) -> int:
+        """Where the back's rows begin: with a block, whose rows are read as one, in the last quarter of the sites."""
+        return min(self.block * (3 * sites // 4 // self.block + 1) - 1, sites)
 
     def write(self, output: Tensor) -> None:
         self.newest: Tensor | None = laid_out(output, self.like.dtype)
@@ -1286,8 +1287,8 @@ class TwoPhaseBlock(TwoPhase):
     def room(self) -> int:
         return 1
 
-    def middle(self, sites: int) -> int:
-        return sites // 2
+    def last_quarter(self, sites: int) -> int:
+        return 3 * sites // 4
 
     def write(self, output: Tensor) -> None:
         self.partial = output if self.partial is None else self.partial + output
