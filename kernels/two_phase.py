@@ -17,7 +17,7 @@ the last site allocates them, and every site before makes its entries. There is 
 checkpointing, a second backward and torch.compile see ordinary operations. The price is that all rows live until the
 backward ends. So there are two tensors of them, front and back. A backward needs most memory when it begins: only the
 last quarter of the sites, the back, has its rows then. The others' are allocated when that quarter's activations are
-gone, which were at least as much: a site's source, its read-out with its rest and what is behind its norm.
+gone, several rows a site: its source, its read-out with the rest, what is behind its norm, and what its sublayer keeps.
 
 Heads are independent programs: r = 1 / sqrt(mean(v²) + ε) is computed once per source, and then a head needs its own
 channels only. The block kernels' matmuls take the stored 16-bit values as they are and split what is float32 (queries,
