@@ -115,10 +115,13 @@ def test_fulls_schedule(sites, block):
 
 
 @pytest.mark.parametrize(
-    ("sites", "block", "cut"), [(1, 1, 0), (5, 8, 5), (13, 5, 9), (25, 7, 20), (49, 8, 39), (73, 8, 55)]
+    ("sites", "block", "cut"),
+    [(1, 1, 0), (5, 8, 5), (13, 5, 9), (25, 7, 20), (49, 8, 39), (73, 8, 55), (1, None, 0), (13, None, 9)],
 )
 def test_the_front_is_allocated_when_the_back_is_done(sites, block, cut, monkeypatch):
-    """A backward needs most memory when it begins, so three quarters of the rows come later; a block's are together."""
+    """A backward needs most memory when it begins, so three quarters of the rows come later. Under Full a block's are
+    together; None: under Block, where a site reads no other's row before a block is finished.
+    """
     events, opens, backward = [], two_phase.open_rows.forward, two_phase.read_backward.forward
 
     def opening(dout, nth, count):
@@ -131,10 +134,11 @@ def test_the_front_is_allocated_when_the_back_is_done(sites, block, cut, monkeyp
 
     monkeypatch.setattr(two_phase.open_rows, "forward", opening)
     monkeypatch.setattr(two_phase.read_backward, "forward", reading)
-    results(all_sites(scheduled(block), 1), draw(sites, sites, 4, 1, shape=(1, 1)))
+    run = all_sites(scheduled(block), 1) if block else all_sites(impl("two_phase", "block"), 1, 4)
+    results(run, draw(sites, sites, 4, 1, shape=(1, 1)))
     back, front = [("open", sites - cut), *["read"] * (sites - cut)], [("open", cut), *["read"] * cut]
     assert events == [*(back if cut < sites else []), *(front if cut else [])]
-    assert cut == sites or (cut + 1) % block == 0
+    assert block is None or cut == sites or (cut + 1) % block == 0
 
 
 @pytest.mark.parametrize("block", range(1, 17))
