@@ -6,6 +6,8 @@ interpreter some ten milliseconds; hence few tokens, few sites.
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from kernel_checks import (
     DEVICE,
     DTYPES,
@@ -20,7 +22,7 @@ from kernel_checks import (
 )
 
 from mhar_minimal import fast
-from mhar_minimal.kernels import two_phase
+from mhar_minimal.kernels import launch, two_phase
 from mhar_minimal.kernels.tiles import tiles_of
 from mhar_minimal.kernels.two_phase import block_constants
 
@@ -139,6 +141,31 @@ def test_the_front_is_allocated_when_the_back_is_done(sites, block, cut, monkeyp
     back, front = [("open", sites - cut), *["read"] * (sites - cut)], [("open", cut), *["read"] * cut]
     assert events == [*(back if cut < sites else []), *(front if cut else [])]
     assert block is None or cut == sites or (cut + 1) % block == 0
+
+
+@triton.jit(do_not_specialize=["site", "cut", "tokens"])
+def places_of_rows(front_ptr, back_ptr, out_ptr, site, cut, tokens, D: tl.constexpr):
+    sites = site + tl.arange(0, 2)
+    rows = two_phase.entered(front_ptr, back_ptr, sites, cut, 1, tokens, D)
+    tl.store(out_ptr + tl.arange(0, 2), rows.to(tl.int64))
+
+
+def test_rows_lie_in_the_front_up_to_the_cut_and_then_in_the_back():
+    """Where both may be larger than an int32 counts: token 1 of the front's last row and of the back's first."""
+    front, back = torch.empty(0, device=DEVICE), torch.empty(1, device=DEVICE)
+    tokens, dim, cut = 2**14, 2**13, 55
+    found = torch.empty(2, dtype=torch.int64, device=DEVICE)
+    places_of_rows[(1,)](front, back, found, cut - 1, cut, tokens, dim)
+    numbers = [((cut - 1) * tokens + 1) * dim, dim]
+    assert found.tolist() == [x.data_ptr() + 4 * n for x, n in zip((front, back), numbers, strict=True)]
+
+
+def test_rows_are_stored_as_the_sources_are(monkeypatch):
+    """Not in float32, which only the interpreter needs: autograd would convert them without a word."""
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    like = torch.zeros(1, 2, 4, dtype=torch.bfloat16, device=DEVICE)
+    _, front, back = two_phase.start.forward(torch.zeros(4, 4, device=DEVICE), None, like, 3, 1, 1)
+    assert front.dtype == back.dtype == two_phase.open_rows.forward(like, 0, 3).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("block", range(1, 17))
