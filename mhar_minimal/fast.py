@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 class FusedFull:
     """Full AttnRes, a kernel per site: every site reads every source again."""
 
+    route = staticmethod(fused.route)  # of one site
+
     def __init__(self, depth: Depth, embedding: Tensor, norms: Sequence[nn.RMSNorm] = ()):
         self.depth, self.site = depth, 0
         self.sources = [embedding]
@@ -29,7 +31,7 @@ class FusedFull:
     def read(self) -> Tensor:
         depth, s = self.depth, self.site
         self.site += 1
-        return fused.route(depth.query[s], depth.gain[s], self.read_by_next(), depth.heads, depth.eps)
+        return self.route(depth.query[s], depth.gain[s], self.read_by_next(), depth.heads, depth.eps)
 
     def write(self, output: Tensor) -> None:
         self.sources.append(output.to(self.sources[0].dtype))

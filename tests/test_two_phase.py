@@ -126,9 +126,9 @@ def test_the_front_is_allocated_when_the_back_is_done(sites, block, cut, monkeyp
     """
     events, opens, backward = [], two_phase.open_rows.forward, two_phase.read_backward.forward
 
-    def opening(dout, nth, count):
+    def opening(dout, entry, count):
         events.append(("open", count))
-        return opens(dout, nth, count)
+        return opens(dout, entry, count)
 
     def reading(*arguments):
         events.append("read")
